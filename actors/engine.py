@@ -22,6 +22,7 @@ import ray
 from actors.answers import ActorLostError
 from actors.arena import Arenas
 from actors.gangs import Gangs
+from actors.located import located
 from actors.placement import Placement
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
@@ -217,7 +218,6 @@ class EngineActor:
             check_installed()
         self._gangs.start_ranks(on_progress=self._note_progress)
 
-        from raycache.checkpoint.hub_models import located
         from raycache.deployment.deployment import deploy
         from raycache.gang.build import build_engine
 
@@ -235,6 +235,7 @@ class EngineActor:
 
     def _turn(self, engine: Engine) -> None:
         """Process the inbox, then run one step or wait for work."""
+        self._gangs.keep_spares(on_progress=self._note_progress)
         with self._changed:
             if not self._inbox and not engine.has_work and not self._is_stopping:
                 self._changed.wait(self._config.rank_timeout_s / 4)

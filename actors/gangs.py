@@ -29,6 +29,9 @@ _MAX_REBUILDS = 4
 """Successive gangs that may be lost without completing a step before the engine gives up."""
 _KILL_TIMEOUT_S = 60.0
 """How long to wait for a killed rank to die; Ray takes some seconds if it does not respond."""
+_SPARES_AFTER_S = 3.0
+"""How long a gang runs before others are started that stand by for it: its first steps need the cores, above all when
+requests waited for it."""
 _JOIN_S = 5.0
 """How long to wait for ranks to end after their last plan."""
 
@@ -65,6 +68,7 @@ class Gangs:
         self._ranks: Ranks | None = None
         self._gang: Gang | None = None
         self._losses = 0
+        self._ready_s = 0.0
         self.epoch = epoch
         self.rebuilds = 0
         self.lost_at = 0.0
@@ -115,7 +119,7 @@ class Gangs:
         return self._start(deployment, on_progress=on_progress, phases=Phases(), warms_up=True)
 
     def _start(self, deployment: Deployment, *, on_progress: OnProgress, phases: Phases, warms_up: bool) -> Gang:
-        """Start the gang of the next epoch, and the ranks that stand by for it."""
+        """Start the gang of the next epoch."""
         from actors.gang import Gang
 
         if self._ranks is None:
@@ -137,9 +141,16 @@ class Gangs:
             warms_up=warms_up,
         )
         _log.info("epoch %d runs on %d ranks", self.epoch, config.world_size)
-        if config.has_spare_ranks(device_type=deployment.device_type):
-            self._ranks = self._new_ranks(on_progress=on_progress, gpus=self._gang.gpus)
+        self._ready_s = time.monotonic()
         return self._gang
+
+    def keep_spares(self, *, on_progress: OnProgress) -> None:
+        """Start ranks that stand by for the running gang, if there are none and it runs for some seconds."""
+        gang = self._gang
+        assert gang is not None, "steps come after the start"
+        is_due = self._ranks is None and time.monotonic() - self._ready_s > _SPARES_AFTER_S
+        if is_due and self._config.has_spare_ranks(device_type=gang.deployment.device_type):
+            self._ranks = self._new_ranks(on_progress=on_progress, gpus=gang.gpus)
 
     def _wait_for_arenas(self) -> None:
         """Wait for ranks of a lost gang that may still be writing to an arena."""

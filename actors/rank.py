@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from actors.located import located
 from actors.seat import Seat
 from raycache.config import Config
 from raycache.host.directory import Lease
@@ -129,7 +130,6 @@ class RankActor:
 
     def join(self, invitation: Invitation) -> str:
         """Join the gang; returns the transport of small tensors between the ranks of this stage."""
-        from raycache.checkpoint.hub_models import located
         from raycache.rank.member import join
 
         self._config = located(invitation.config)
@@ -176,5 +176,6 @@ class RankActor:
         again, and says why.
         """
         import_module("raycache.rank.build")
+        import_module("raycache.rank.run")
         if self._gpus.ids and self._config.attention != "torch":
             ThreadPoolExecutor(1).submit(import_module, "raycache.attention.flashinfer")

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import random
 import signal
 import statistics
@@ -85,7 +84,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=20.0, help="rank_timeout_s (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--rest-s", type=float, default=10.0, help="between losses (default: %(default)s)")
+    parser.add_argument("--output", type=int, default=1200, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument("--before-s", type=float, default=1.0, help="from requests to the loss (default: %(default)s)")
+    parser.add_argument("--rest-s", type=float, default=20.0, help="between losses (default: %(default)s)")
     parser.add_argument("--num-pages", type=int, default=1024)
     parser.add_argument("--host-memory", default="4GiB")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -94,8 +95,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of raycache launch")
     options = parser.parse_args(argv)
     if options.tiny:
-        tiny = {"layers": options.layers or 2, "context": 128, "streams": 2, "num_pages": 256, "kills": 1}
-        vars(options).update(tiny, host_memory="64MiB", rest_s=1.0)
+        tiny = {"layers": options.layers or 2, "context": 128, "streams": 2, "num_pages": 64, "kills": 1}
+        vars(options).update(tiny, host_memory="64MiB", rest_s=20.0)
     options.longest = _PAGE_SIZE * options.num_pages // (2 * options.streams)
     return options
 
@@ -109,7 +110,7 @@ async def _run(options: argparse.Namespace, endpoint: str, *, vocab_size: int) -
         streams = [
             asyncio.create_task(_stream(options, endpoint, model, draw, vocab_size)) for _ in range(options.streams)
         ]
-        await asyncio.sleep(0.3 * options.rest_s)
+        await asyncio.sleep(options.before_s)
         began_at, began_s = time.time(), time.perf_counter()
         victims = _ranks()
         victims[number % len(victims)].send_signal(signal.SIGSTOP if options.freeze else signal.SIGKILL)
@@ -124,7 +125,7 @@ async def _stream(
     options: argparse.Namespace, endpoint: str, model: str, draw: random.Random, vocab_size: int
 ) -> Reply:
     tokens = tuple(draw.randrange(3, vocab_size) for _ in range(options.context))
-    output = options.longest - options.context - 1
+    output = min(options.output, options.longest - options.context - 1)
     prompt = Prompt(0.0, tokens, output)
     return await complete(endpoint, prompt, model=model, timeout_s=_TIMEOUT_S)
 
@@ -144,18 +145,17 @@ def _phases(replies: Sequence[Reply], after: dict[str, Any], *, began_at: float,
     """Phases of one loss, and the whole pause.
 
     Raises:
-        RuntimeError: no stream was under way.
+        RuntimeError: no stream was under way, or nothing was lost.
     """
-    times = sorted(at for reply in replies for at in reply.token_times_s)
-    # Tokens that were on their way come within a moment of the signal; then there are none.
-    gaps = [(after_s - before_s, after_s) for before_s, after_s in itertools.pairwise(times)]
-    late = [gap for gap in gaps if gap[1] > began_s]
-    if not late or after["lost_at"] < began_at:
-        raise RuntimeError("all streams had ended before the rank was lost; use more --num-pages")
-    pause_s = max(late)[1] - began_s
-    noticed_s = after["lost_at"] - began_at
-    rebuild: dict[str, float] = after["rebuild_s"]
-    first_s = pause_s - noticed_s - sum(rebuild.values())
+    if after["lost_at"] < began_at:
+        raise RuntimeError("no loss was noticed")
+    noticed_s, rebuild = after["lost_at"] - began_at, dict[str, float](after["rebuild_s"])
+    ready_s = began_s + noticed_s + sum(rebuild.values())
+    times = [at for reply in replies for at in reply.token_times_s if at > ready_s]
+    if not times:
+        raise RuntimeError("all streams had ended before the rank was lost; use more --output")
+    pause_s = min(times) - began_s
+    first_s = min(times) - ready_s
     aside = pause_s - rebuild.get("weights", 0.0)
     return {"noticed": noticed_s, **rebuild, "first token": first_s, "pause": pause_s, "beside weights": aside}
 

@@ -126,7 +126,7 @@ class Settings:
     decode_split: str = _parallel(
         "auto",
         "split the weights of decode steps over cp, so that a rank reads only its share; auto: where that saves more "
-        "time than its sums over ranks take",
+        "time than its exchanges between ranks take",
         choices=("auto", "on", "off"),
     )
     peer_memory: bool = _parallel(

@@ -92,6 +92,7 @@ class StepLayout:
         if isinstance(exchange, HeadExchange) and cached is not None and causal is None:
             kernels = _kernels_for(cached)
             if kernels is not None:
+                # What is sent is as `_scatter` sends it, so that a rank without kernels receives what it expects.
                 every = exchange.cp.all_to_all(kernels.pack(*cached, size=exchange.cp.size))
                 merged: Tensor = kernels.merge(every, self._own_sinks(sinks), dtype=cached[0].dtype)
                 return merged

@@ -62,7 +62,7 @@ def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype) -> Tensor
 
     Args:
         packed: words [parts, T, H, D / 2 + 1].
-        sinks: [H], contiguous, or None.
+        sinks: [H], contiguous weights, which no kernel writes; or None.
     Returns:
         [T, H, D]; 0 where no part has keys.
     """

@@ -186,7 +186,10 @@ def build_group(
     if not has_peer_memory or any(peer.host != host for peer in peers):
         return group
     name = f"{epoch}.{handle.name}.{member}"
-    return with_peers(group, made, name=name, store=store, device=device, limit_s=handle.timeout_s)
+    try:
+        return with_peers(group, made, name=name, store=store, device=device, limit_s=handle.timeout_s)
+    except RuntimeError as cause:  # such as a kernel that waited for a member in vain
+        raise RankLostError(member, handle.name, -1, f"peer memory could not be tried: {cause}") from cause
 
 
 def _check_epoch(handle: GroupHandle, *, member: int, epoch: int) -> None:

@@ -10,7 +10,9 @@ import logging
 import statistics
 from collections.abc import Callable
 from functools import cache
+from queue import Empty, Queue
 from subprocess import SubprocessError
+from threading import Thread
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ from raycache.parallel.peer_memory import PeerMemory
 
 _log = logging.getLogger(__name__)
 
-_SIZES = tuple(1 << bits for bits in range(15, 24))
-"""Bytes of the sums that are compared at the start."""
+_SIZES = tuple(1 << bits for bits in range(13, 24))
+"""Bytes of the sums that are compared at the start: those of one token and more."""
 _SUMS, _REPLAYS = 8, 5
 _ALIGNED = 16
 
@@ -58,9 +60,9 @@ class PeerGroup(TorchGroup):
         return every if own.shape == tensor.shape else _unpadded(every, tensor)
 
     def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
-        is_aligned = tensor.nbytes % _ALIGNED == out.data_ptr() % _ALIGNED == 0
-        if not 0 < tensor.nbytes <= self.most_bytes or not is_aligned:
+        if not 0 < tensor.nbytes <= self.most_bytes or tensor.nbytes % _ALIGNED:
             return super().iall_gather(tensor, out=out)
+        assert out.data_ptr() % _ALIGNED == 0, "all members go the same way"
         _kernels().exchange(_aligned(tensor), self.memory, is_gather=True, out=out)
         return Started(lambda: None, lambda: True)
 
@@ -106,21 +108,52 @@ def with_peers(
         _kernels()
         memory = PeerMemory(name, rank=group.rank, size=group.size, store=store, device=device, limit_s=limit_s)
     except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
-        problem = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    if not _all(group, memory is not None, device) or memory is None:
-        _log.warning(
-            "group %s exchanges small tensors by NCCL, which is slower: %s",
-            name,
-            problem or "another member cannot map the memory of its peers",
-        )
-        return group
-    peers = PeerGroup(backend, memory, most_bytes=_SIZES[-1])
+        problem = _first_line(cause)
+    # Nobody waits to map the memory of a member that has none.
+    if _all(group, memory is not None, device) and memory is not None:
+        problem = _map(memory, timeout_s=limit_s / 2)
+        if _all(group, not problem, device):
+            return _checked(group, PeerGroup(backend, memory, most_bytes=_SIZES[-1]), name=name)
+    return _without(group, name, problem or "another member cannot map the memory of its peers")
+
+
+def _map(memory: PeerMemory, *, timeout_s: float) -> str:
+    """Map the memory; returns the problem, or "". On a thread that can be abandoned: torch waits without a deadline."""
+    outcome: Queue[str] = Queue()
+
+    def work() -> None:
+        try:
+            memory.map()
+            outcome.put("")
+        except RuntimeError as cause:
+            outcome.put(_first_line(cause))
+
+    Thread(target=work, name="peer memory", daemon=True).start()
+    try:
+        return outcome.get(timeout=timeout_s)
+    except Empty:
+        return f"not mapped within {timeout_s:.0f} s"
+
+
+def _checked(group: TorchGroup, peers: PeerGroup, *, name: str) -> TorchGroup:
+    """The group with peer memory if it adds up right, and faster than NCCL. Collective."""
+    device = peers.memory.device
     if not _all(group, _sums_right(peers, device), device):
-        _log.warning("group %s exchanges small tensors by NCCL, which is slower: sums over NVLink are wrong", name)
-        return group
+        return _without(group, name, "sums over peer memory are wrong")
     peers.most_bytes = _measure(group, peers, device)
+    if not peers.most_bytes:
+        return _without(group, name, "peer memory is slower")
     _log.info("group %s exchanges up to %d KiB through peer memory", name, peers.most_bytes >> 10)
     return peers
+
+
+def _without(group: TorchGroup, name: str, reason: str) -> TorchGroup:
+    _log.warning("group %s exchanges small tensors by NCCL: %s", name, reason)
+    return group
+
+
+def _first_line(cause: BaseException) -> str:
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
 
 
 def _all(group: TorchGroup, is_true: bool, device: torch.device) -> bool:
@@ -129,29 +162,31 @@ def _all(group: TorchGroup, is_true: bool, device: torch.device) -> bool:
 
 
 def _sums_right(peers: PeerGroup, device: torch.device) -> bool:
-    """Compile the kernels, and compare with arithmetic."""
+    """Compile the kernels for all sizes, and compare with arithmetic."""
     is_right = True
     ranks = torch.arange(peers.size, device=device)
-    for size in (_SIZES[0], _SIZES[-1]):
+    for size in (_SIZES[0], 1 << 18, 1 << 19, _SIZES[-1]):
         for dtype in (torch.bfloat16, torch.float32):
             numbers = torch.arange(size // dtype.itemsize, device=device).remainder(64).to(dtype)
             found = peers.all_reduce(numbers + peers.rank)
             is_right &= torch.equal(found, numbers * peers.size + int(ranks.sum()))
         words = torch.arange(size // 8, device=device)
         is_right &= torch.equal(peers.all_gather(words + peers.rank), words + ranks[:, None])
+        parts = words + ranks[:, None]  # to each member its rank
+        is_right &= torch.equal(peers.all_to_all(parts), (words + peers.rank).expand(peers.size, -1))
     return is_right
 
 
 def _measure(group: TorchGroup, peers: PeerGroup, device: torch.device) -> int:
     """The largest size up to which sums through peer memory are faster than those of NCCL, for all members."""
-    most = 0
+    most, losses = 0, 0
     for size in _SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         times = torch.tensor([_seconds(each.all_reduce, x, device) for each in (peers, group)], device=device)
         ours, theirs = group.all_reduce(times).tolist()
-        if ours >= theirs:
+        most, losses = (most, losses + 1) if ours >= theirs else (size, 0)
+        if losses == 2:  # one may be noise
             break
-        most = size
     return most
 
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined] 
 
 PROGRAMS = 128
 """Programs of a kernel that exchange at once, each with memory of its own."""
-WORDS = 4096
+WORDS = 2048
 """Most words that a program sends to a member at once."""
 
 
@@ -23,9 +23,9 @@ class PeerMemory:
         store: of the group.
         limit_s: how long a kernel waits for another member.
     Raises:
-        RuntimeError: the GPUs do not reach each other's memory, or a member did not come in time.
+        RuntimeError: there is no such memory.
     Attributes:
-        peers: int64 [size], addresses of the members' memories, on the device.
+        peers: int64 [size], addresses of the members' memories, on the device; set by `map`.
         numbers: int32 [PROGRAMS], exchanges of each program, on the device.
         limit_ns: how long a kernel waits for another member.
     """
@@ -47,6 +47,19 @@ class PeerMemory:
         self._own = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.int64, device, name).zero_()
         # No kernel may write before all have zeroed their memory.
         torch.cuda.synchronize(device)
-        self._mapped: Any = _SymmetricMemory.rendezvous(self._own, name)
-        self.peers = torch.tensor(self._mapped.buffer_ptrs, dtype=torch.int64, device=device)
+        self._name = name
+        self._mapped: Any = None
+        self.peers = torch.empty(0, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+
+    def map(self) -> None:
+        """Map the memory of all members. Collective; may block for longer than the store's timeout.
+
+        Raises:
+            RuntimeError: the GPUs do not reach each other's memory, or a member did not come in time.
+        """
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        torch.cuda.set_device(self.device)
+        self._mapped = _SymmetricMemory.rendezvous(self._own, self._name)
+        self.peers = torch.tensor(self._mapped.buffer_ptrs, dtype=torch.int64, device=self.device)

@@ -117,6 +117,7 @@ class Faults:
         calm = await self._calm(fault.moment, asked, count)
         victim, heard = victims[fault.victim], [Heard() for _ in asked]
         if fault.moment is Moment.LOAD:
+            await asyncio.sleep(0.3)  # an engine without work has told its ranks so
             victim.suspend()  # its loads cannot end
         streams = [
             asyncio.create_task(listen(self._service, prompt, count, into, temperature=0))
