@@ -7,8 +7,8 @@ no flag, fence or barrier follows the data. This is what NCCL calls its low-late
     memory of a member    [parity of the number][program][sender][word]
 
 Program i of a member exchanges with program i of the others and counts its exchanges by itself. Two halves in turn are
-enough: who has received exchange k of all members knows that all have read exchange k - 1 to its end. Numbers start again
-after 2^32 exchanges; a word would have to be as old to be mistaken.
+enough: who has received exchange k of all members knows that all have read exchange k - 1 to its end. Numbers start
+again after 2^32 exchanges; only a word of that age could be mistaken for a new one.
 
 Members must run the same exchanges of a group in the same order, never two at once. A kernel that waits for longer than
 its limit traps, which ends all work of its process on the GPU.
