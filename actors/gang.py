@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class Gang:
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
         wait_for_arenas: called when the ranks before these have been ended; returns once none of them uses an arena.
         phases: of the start, which is added to them.
-        warms_up: whether ranks run steps of all kinds before they are ready.
+        warm_nodes: ids of nodes whose disks have all kernels. With a rank elsewhere, all ranks run steps of all kinds
+            before they are ready.
     Raises:
         RayCacheError: a rank failed to start; no actor is left behind.
 
@@ -42,6 +43,7 @@ class Gang:
         num_pages: pages per rank.
         rows: one per rank, for status output.
         gpus: of each rank.
+        nodes: ids of the ranks' nodes.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Gang:
         arenas: Mapping[str, Path],
         wait_for_arenas: Callable[[], None],
         phases: Phases,
-        warms_up: bool,
+        warm_nodes: Collection[str],
     ) -> None:
         self._ranks = ranks
         executor = None
@@ -78,6 +80,8 @@ class Gang:
             phases.end("groups")
             self.num_pages = min(self._ranks.ask("load", phase=LOADING, board=meeting.board))
             builds = [(self.num_pages, arenas[where["node"]] if arenas else None) for where in wheres]
+            self.nodes = frozenset(where["node"] for where in wheres)
+            warms_up = not self.nodes <= frozenset(warm_nodes)
             each = self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up)
             phases.end("other", of_it=slowest(each))
         except BaseException:  # an interrupt, too: the actors would stay

@@ -71,6 +71,7 @@ class Gangs:
         self._ready_s = 0.0
         self.epoch = epoch
         self.rebuilds = 0
+        self._warm_nodes: frozenset[str] = frozenset()  # gangs have compiled their kernels there
         self.lost_at = 0.0
         self.rebuild_s: Mapping[str, float] = {}
 
@@ -116,9 +117,9 @@ class Gangs:
         Raises:
             RayCacheError: a rank failed to start.
         """
-        return self._start(deployment, on_progress=on_progress, phases=Phases(), warms_up=True)
+        return self._start(deployment, on_progress=on_progress, phases=Phases())
 
-    def _start(self, deployment: Deployment, *, on_progress: OnProgress, phases: Phases, warms_up: bool) -> Gang:
+    def _start(self, deployment: Deployment, *, on_progress: OnProgress, phases: Phases) -> Gang:
         """Start the gang of the next epoch."""
         from actors.gang import Gang
 
@@ -138,8 +139,9 @@ class Gangs:
             arenas=self._files,
             wait_for_arenas=self._wait_for_arenas,
             phases=phases,
-            warms_up=warms_up,
+            warm_nodes=self._warm_nodes,
         )
+        self._warm_nodes |= self._gang.nodes
         _log.info("epoch %d runs on %d ranks", self.epoch, config.world_size)
         self._ready_s = time.monotonic()
         return self._gang
@@ -180,8 +182,7 @@ class Gangs:
             self.rebuilds += 1
             on_loss(f"{error}; rebuilding the gang as epoch {self.epoch + 1}")
             try:
-                # Kernels that the lost gang needed are on the disk.
-                gang = self._start(deployment, on_progress=on_progress, phases=phases, warms_up=False)
+                gang = self._start(deployment, on_progress=on_progress, phases=phases)
             except RankLostError as cause:
                 error = cause
             else:
