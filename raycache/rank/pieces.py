@@ -13,9 +13,8 @@ Padding tokens have the token id 0, and attention gives zeros for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -32,7 +31,12 @@ from raycache.rank.recorder import Recorder, Replay
 from raycache.step.inputs import StepInputs, build_inputs
 from raycache.wire.plan import Row, StepPlan
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), 1024, 1280, 1536)
+_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192,
+    *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2560, 256), 2560, 3072,
+)  # fmt: skip
+_MOST_BUSY = 1.25
+"""Steps that take longer than this multiple of the time to launch them are not recorded: padding would cost more."""
 
 LONGEST = _SIZES[-1]
 """Most tokens of a step that is recorded."""
@@ -162,7 +166,7 @@ class RecordedPieces:
         self._hidden, self._records = hidden, records
         self._recorder, self._stage = recorder, ctx.stage
         self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-        tried = list(self._tried([trial_step(size, pool, ctx) for size in sorted(sizes)]))
+        tried = self._tried([trial_step(size, pool, ctx) for size in sorted(sizes)])
         # Largest first, so that the others fit into its memory.
         self._recorded = {len(one.trial.ids): self._record(one) for one in reversed(tried)}
         self.num_graphs = sum(len(recorded.pieces) for recorded in self._recorded.values())
@@ -207,26 +211,33 @@ class RecordedPieces:
             self._zeros[key] = out.new_zeros((max(self._recorded), *out.shape[1:]))
         torch.cat([found, self._zeros[key][: len(out) - len(found)]], out=out)
 
-    def _tried(self, trials: Sequence[StepInputs]) -> Iterator[_Tried]:
-        """Run steps, up to the first that computing takes longer than launching."""
-        for trial in trials:
-            hidden = None if self._hidden is None else self._hidden.new_zeros(len(trial.ids), self._hidden.shape[1])
-            inputs = _Inputs(torch.zeros_like(trial.ids), torch.zeros_like(trial.positions), hidden)
-            seen = _Seen(self._backend.plan(trial))
-            with self._recorder.trying():
-                self._run(inputs, seen, trial)
-            is_bound = self._recorder.is_bound_by_launches(partial(self._launch, inputs, trial))
-            if not self._agreed(is_bound):
-                return
-            yield _Tried(trial, inputs, seen.results)
+    def _tried(self, trials: Sequence[StepInputs]) -> list[_Tried]:
+        """Run the steps that launching takes as long as computing; of longer ones, those that it takes to find this."""
+        tried: dict[int, _Tried] = {}
+        low, high = 0, len(trials)  # those before `low` are bound by launches, those from `high` on are not
+        while low < high:
+            middle = (low + high) // 2
+            tried[middle] = self._try(trials[middle])
+            low, high = (middle + 1, high) if self._is_bound_by_launches(tried[middle]) else (low, middle)
+        return [tried.get(number) or self._try(trials[number]) for number in range(low)]
 
-    def _launch(self, inputs: _Inputs, trial: StepInputs) -> None:
-        self._run(inputs, _Seen(self._backend.plan(trial)), trial)
+    def _try(self, trial: StepInputs) -> _Tried:
+        hidden = None if self._hidden is None else self._hidden.new_zeros(len(trial.ids), self._hidden.shape[1])
+        inputs = _Inputs(torch.zeros_like(trial.ids), torch.zeros_like(trial.positions), hidden)
+        seen = _Seen(self._backend.plan(trial))
+        with self._recorder.trying():
+            self._run(inputs, seen, trial)
+        return _Tried(trial, inputs, seen.results)
 
-    def _agreed(self, is_bound: bool) -> bool:
-        """Whether all ranks of the stage, which exchange tensors in trials, found the same."""
-        found = self._stage.all_reduce(torch.tensor([float(is_bound)], device=self._pool.device))
-        return bool(found.item() == self._stage.size)
+    def _is_bound_by_launches(self, tried: _Tried) -> bool:
+        """Whether a step takes hardly longer than to launch it. Ranks wait for each other: the slowest one counts."""
+
+        def run() -> None:
+            self._run(tried.inputs, _Seen(self._backend.plan(tried.trial)), tried.trial)
+
+        times = torch.tensor(self._recorder.times(run), device=self._pool.device)
+        launched, ended = self._stage.all_gather(times).amax(0).unbind(1)
+        return bool((ended / launched).min() < _MOST_BUSY)
 
     def _record(self, tried: _Tried) -> _Recorded:
         cuts = _Cuts(tried.results, self._recorder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 _TRIALS = 3
-_MOST_BUSY = 1.25
-"""Steps that take longer than this multiple of the time to launch them are not recorded: padding would cost more."""
 
 Replay = Callable[[], None]
 """Launches the kernels of a graph again."""
@@ -30,8 +28,8 @@ class Recorder(Protocol):
         """Layers run within it as they will be recorded, so that they compile and allocate before."""
         ...
 
-    def is_bound_by_launches(self, run: Callable[[], object]) -> bool:
-        """Whether what was tried takes hardly longer than to launch it."""
+    def times(self, run: Callable[[], object]) -> Sequence[tuple[float, float]]:
+        """Seconds until what was tried is launched, and until it has ended, of some runs."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:
@@ -78,16 +76,16 @@ class CudaRecorder:
             yield
         torch.cuda.synchronize(self._device)
 
-    def is_bound_by_launches(self, run: Callable[[], object]) -> bool:
-        launches, totals = [], []
+    def times(self, run: Callable[[], object]) -> Sequence[tuple[float, float]]:
+        found = []
         with torch.cuda.stream(self._stream):
             for _ in range(_TRIALS):
                 begin_s = time.perf_counter()
                 run()
-                launches.append(time.perf_counter() - begin_s)
+                launched_s = time.perf_counter()
                 torch.cuda.synchronize(self._device)
-                totals.append(time.perf_counter() - begin_s)
-        return min(totals) < _MOST_BUSY * min(launches)
+                found.append((launched_s - begin_s, time.perf_counter() - begin_s))
+        return found
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,8 +77,8 @@ class OperationRecorder:
     def trying(self) -> Iterator[None]:
         yield
 
-    def is_bound_by_launches(self, run: Callable[[], object]) -> bool:
-        return True
+    def times(self, run: Callable[[], object]) -> Sequence[tuple[float, float]]:
+        return [(1.0, 1.0)]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -203,15 +204,41 @@ def test_longer_steps_are_launched(tiny: Callable[[str], Path], monkeypatch: pyt
     assert replayed == [length for length in lengths if length <= 16] and len(replayed) < len(lengths)
 
 
-def test_sizes_that_gain_nothing_are_not_recorded(tiny: Callable[[str], Path]) -> None:
-    class Busy(OperationRecorder):
-        found: ClassVar = iter([True, False])  # the third is not tried
+@pytest.mark.parametrize("most", range(6))
+def test_sizes_that_gain_nothing_are_not_recorded(tiny: Callable[[str], Path], most: int) -> None:
+    rank, sizes = new_rank(tiny("llama"), ParallelContext.single(torch.device("cpu"))), [64, 4, 16, 8, 32]
+    recorded = record(rank, sizes, recorder=Busy(rank, longest=sorted(sizes)[most - 1] if most else 0)).sizes
+    assert sorted(recorded) == sorted(sizes)[:most]
 
-        def is_bound_by_launches(self, run: Callable[[], object]) -> bool:
-            return next(self.found)
 
+class Busy(OperationRecorder):
+    """Where computing takes twice as long as launching, in steps of more than `longest` tokens."""
+
+    def __init__(self, rank: Rank, *, longest: int) -> None:
+        super().__init__()
+        self._model, self._longest = rank.model, longest
+
+    def times(self, run: Callable[[], object]) -> Sequence[tuple[float, float]]:
+        with patch.object(self._model, "embed", wraps=self._model.embed) as embed:
+            run()
+        return [(1.0, 1.0 if len(embed.call_args.args[0]) <= self._longest else 2.0)]
+
+
+class Ahead(Group):
+    """With another rank, which takes longer to launch what takes both of them as long."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=2)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor([[1.9, 2.0]])])
+
+
+def test_the_slowest_rank_tells_whether_a_step_is_bound_by_launches(tiny: Callable[[str], Path]) -> None:
     rank = new_rank(tiny("llama"), ParallelContext.single(torch.device("cpu")))
-    assert record(rank, [64, 4, 16], recorder=Busy()).sizes == [4]
+    assert record(rank, [4, 8], recorder=Busy(rank, longest=0)).sizes == []
+    with patch.object(ParallelContext, "stage", Ahead()):
+        assert sorted(record(rank, [4, 8], recorder=Busy(rank, longest=0)).sizes) == [4, 8]
 
 
 def test_attention_waits_for_pages_of_its_layer(tiny: Callable[[str], Path]) -> None:
