@@ -172,10 +172,11 @@ class RankActor:
     def _import(self) -> None:
         """Import what the calls need, while the engine does the same and reads the model.
 
-        FlashInfer's import takes longest, and goes on while ranks join their groups. If it fails, `load` imports it
-        again, and says why.
+        The libraries of kernels take longest, and go on while ranks join their groups. If that fails, `load` imports
+        them again, and says why.
         """
-        import_module("raycache.rank.build")
         import_module("raycache.rank.run")
+        backend = import_module("raycache.rank.backend")
+        import_module("raycache.rank.build")
         if self._gpus.ids and self._config.attention != "torch":
-            ThreadPoolExecutor(1).submit(import_module, "raycache.attention.flashinfer")
+            ThreadPoolExecutor(1).submit(backend.import_kernels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 
 import torch
 
@@ -39,6 +40,18 @@ def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBac
     if device.type == "cuda":
         _log.warning("using the torch attention backend, which is slower: %s", obstacle)
     return TorchBackend()
+
+
+def import_kernels() -> None:
+    """Import FlashInfer and Triton, which takes seconds, before the first kernel is needed.
+
+    Errors of FlashInfer's import are those of `choose_backend`.
+    """
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # reads all files of Triton, once per process
+    package_obstacle()
 
 
 def device_obstacle(device: torch.device, dtype: torch.dtype) -> str:

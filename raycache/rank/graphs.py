@@ -27,9 +27,6 @@ from raycache.rank.last_tokens import LastTokens
 from raycache.step.page_tables import PageTables
 from raycache.wire.plan import Row, StepPlan
 
-WARM_UPS = 2
-"""Warm-up runs before a recording: allocation and compilation at first use must not be recorded."""
-
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -208,8 +205,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self.ctx.device)
         stream.wait_stream(torch.cuda.current_stream(self.ctx.device))
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._run(batch, step, features)
+            self._run(batch, step, features)  # allocation and compilation at first use must not be recorded
         torch.cuda.current_stream(self.ctx.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):

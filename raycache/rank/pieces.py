@@ -32,8 +32,8 @@ from raycache.step.inputs import StepInputs, build_inputs
 from raycache.wire.plan import Row, StepPlan
 
 _SIZES = (
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192,
-    *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2560, 256), 2560, 3072,
+    1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384,
+    *range(512, 1024, 128), *range(1024, 2560, 256), 2560, 3072,
 )  # fmt: skip
 _MOST_BUSY = 1.25
 """Steps that take longer than this multiple of the time to launch them are not recorded: padding would cost more."""

@@ -252,5 +252,5 @@ def test_attention_waits_for_pages_of_its_layer(tiny: Callable[[str], Path]) -> 
 
 
 def test_sizes_lie_between_their_bounds() -> None:
-    assert piece_sizes(100, least=8) == [8, 16, 24, 32, 48, 64, 96]
+    assert piece_sizes(100, least=8) == [8, 16, 32, 64]
     assert piece_sizes(4, least=8) == []
