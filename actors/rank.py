@@ -95,7 +95,8 @@ class RankActor:
         Args:
             seat: name of this rank's seat. A process that still computes as this rank is ended.
         Raises:
-            ConfigError: the configured interface does not exist, or a GPU cannot be used.
+            ConfigError: the configured interface does not exist, a GPU cannot be used, or a process of another user has
+                the seat.
             RankLostError: the seat is still taken.
         """
         self._seat = Seat(seat, timeout_s=_LEAVE_S)
