@@ -24,6 +24,8 @@ from raycache.parallel.peer_memory import PeerMemory
 
 _log = logging.getLogger(__name__)
 
+PEER_MEMORY = "peer memory"
+"""Transport of these groups."""
 _SIZES = tuple(1 << bits for bits in range(13, 24))
 """Bytes of the sums that are compared at the start: those of one token and more."""
 _SUMS, _REPLAYS = 8, 5
@@ -39,7 +41,7 @@ class PeerGroup(TorchGroup):
     """
 
     def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int) -> None:
-        super().__init__(backend, rank=memory.rank, size=memory.size, transport="peer memory")
+        super().__init__(backend, rank=memory.rank, size=memory.size, transport=PEER_MEMORY)
         self.memory = memory
         self.most_bytes = most_bytes
 
