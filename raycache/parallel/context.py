@@ -27,7 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
-from raycache.parallel.peer_group import PEER_MEMORY, with_peers
+from raycache.parallel.peer_group import with_peers
 from raycache.parallel.sharding import Coords, Split
 
 DECIDER = -1
@@ -300,9 +300,9 @@ class ParallelContext:
         return self.tp if self.cp.size == 1 else self.tp_cp
 
     @property
-    def has_peer_memory(self) -> bool:
-        """Whether any of this rank's groups exchanges small tensors through peer memory."""
-        return any(group.transport == PEER_MEMORY for group in (self.tp, self.cp, self.tp_cp))
+    def transports(self) -> tuple[str, ...]:
+        """How the ranks of this stage exchange small tensors: one, or more if its groups differ."""
+        return tuple(sorted({group.transport for group in (self.tp, self.cp, self.tp_cp) if group.size > 1}))
 
     def layers(self, num_layers: int) -> range:
         """Layers of this rank's stage of a model with `num_layers`."""

@@ -14,6 +14,7 @@ import torch
 
 from raycache.errors import RankLostError
 from raycache.parallel.context import ParallelContext
+from raycache.parallel.peer_group import PEER_MEMORY
 
 _log = logging.getLogger(__name__)
 _TRAP = "unspecified launch failure"
@@ -30,7 +31,7 @@ def reporting_lost_peers(ctx: ParallelContext) -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:
-        if not ctx.has_peer_memory or not _has_trapped(cause, ctx.device):
+        if PEER_MEMORY not in ctx.transports or not _has_trapped(cause, ctx.device):
             raise
         # A fault of a kernel of this rank can have the same text: whoever looks for one must find it in the log.
         _log.warning("rank %d (%s) has waited for a peer in vain: %s", ctx.rank, ctx.coords, cause)
