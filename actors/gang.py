@@ -12,6 +12,7 @@ import ray
 
 from actors.ranks import Ranks
 from raycache.config import Config
+from raycache.deployment.decode_split import with_transports
 from raycache.deployment.deployment import Deployment
 from raycache.deployment.weights import with_weights_form
 from raycache.gang.meeting import Meeting
@@ -38,7 +39,7 @@ class Gang:
         RayCacheError: a rank failed to start; no actor is left behind.
 
     Attributes:
-        deployment: the ranks' deployment, including the form of their weights.
+        deployment: the ranks' deployment, including the form of their weights and whether they use peer memory.
         executor: pass it to an engine.
         num_pages: pages per rank.
         rows: one per rank, for status output.
@@ -78,7 +79,10 @@ class Gang:
             finally:
                 meeting.board.unshare()
             phases.end("groups")
-            self.num_pages = min(self._ranks.ask("load", phase=LOADING, board=meeting.board))
+            self.deployment = with_transports(self.deployment, transports)
+            has_peers = self.deployment.config.peer_memory
+            fits = self._ranks.ask("load", phase=LOADING, board=meeting.board, peer_memory=has_peers)
+            self.num_pages = min(fits)
             builds = [(self.num_pages, arenas[where["node"]] if arenas else None) for where in wheres]
             self.nodes = frozenset(where["node"] for where in wheres)
             warms_up = not self.nodes <= frozenset(warm_nodes)
@@ -97,9 +101,9 @@ class Gang:
                 "coords": str(config.split.coords(spec.rank)),
                 "node": spec.host,
                 "device": _device(where, spec),
-                "transport": transport,
+                "transport": ", ".join(used),
             }
-            for spec, where, transport in zip(specs, wheres, transports, strict=True)
+            for spec, where, used in zip(specs, wheres, transports, strict=True)
         ]
         self._ranks.run()
         executor.watch(self._ranks)

@@ -32,6 +32,8 @@ _KILL_TIMEOUT_S = 60.0
 _SPARES_AFTER_S = 3.0
 """How long a gang runs before others are started that stand by for it: its first steps need the cores, above all when
 requests waited for it."""
+_CHECK_SPARES_S = 5.0
+"""How often to look for ranks that stand by and have died; twice as long after each time that there were some."""
 _JOIN_S = 5.0
 """How long to wait for ranks to end after their last plan."""
 
@@ -69,6 +71,7 @@ class Gangs:
         self._gang: Gang | None = None
         self._losses = 0
         self._ready_s = 0.0
+        self._check_s, self._checked_s = _CHECK_SPARES_S, 0.0
         self.epoch = epoch
         self.rebuilds = 0
         self._warm_nodes: frozenset[str] = frozenset()  # gangs have compiled their kernels there
@@ -147,12 +150,18 @@ class Gangs:
         return self._gang
 
     def keep_spares(self, *, on_progress: OnProgress) -> None:
-        """Start ranks that stand by for the running gang, if there are none and it runs for some seconds."""
-        gang = self._gang
+        """Start ranks that stand by for the running gang once it runs for some seconds, and replace those that died."""
+        gang, now_s = self._gang, time.monotonic()
         assert gang is not None, "steps come after the start"
-        is_due = self._ranks is None and time.monotonic() - self._ready_s > _SPARES_AFTER_S
-        if is_due and self._config.has_spare_ranks(device_type=gang.deployment.device_type):
-            self._ranks = self._new_ranks(on_progress=on_progress, gpus=gang.gpus)
+        if self._ranks is None:
+            is_due = now_s - self._ready_s > _SPARES_AFTER_S
+            if is_due and self._config.has_spare_ranks(device_type=gang.deployment.device_type):
+                self._ranks = self._new_ranks(on_progress=on_progress, gpus=gang.gpus)
+                self._check_s, self._checked_s = _CHECK_SPARES_S, now_s
+        elif now_s - self._checked_s > self._check_s:
+            self._checked_s = now_s
+            if self._ranks.replace_lost(waits=False):
+                self._check_s *= 2  # whatever ends them may do so again
 
     def _wait_for_arenas(self) -> None:
         """Wait for ranks of a lost gang that may still be writing to an arena."""
@@ -173,6 +182,8 @@ class Gangs:
         self.lost_at = time.time()
         assert lost is not None, "steps come after the start"
         lost.kill()
+        if self._ranks is not None:
+            self._ranks.replace_lost(waits=True)
         # Neither the pool nor the form of the weights may change under requests that were accepted for them.
         weights = "stored" if lost.deployment.config.weights == "auto" else lost.deployment.config.weights
         config = replace(lost.deployment.config, num_pages=lost.num_pages, weights=weights)

@@ -95,7 +95,8 @@ class RankActor:
         Args:
             seat: name of this rank's seat. A process that still computes as this rank is ended.
         Raises:
-            ConfigError: the configured interface does not exist, or a GPU cannot be used.
+            ConfigError: the configured interface does not exist, a GPU cannot be used, or a process of another user has
+                the seat.
             RankLostError: the seat is still taken.
         """
         self._seat = Seat(seat, timeout_s=_LEAVE_S)
@@ -128,16 +129,20 @@ class RankActor:
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 
-    def join(self, invitation: Invitation) -> str:
-        """Join the gang; returns the transport of small tensors between the ranks of this stage."""
+    def join(self, invitation: Invitation) -> tuple[str, ...]:
+        """Join the gang; returns the transports of small tensors between the ranks of this stage."""
         from raycache.rank.member import join
 
         self._config = located(invitation.config)
         self._member = join(replace(invitation, config=self._config))
-        return self._member.ctx.stage.transport
+        return self._member.ctx.transports
 
-    def load(self) -> int:
-        """Load the weights; returns the number of pages that fit beside them."""
+    def load(self, *, peer_memory: bool) -> int:
+        """Load the weights; returns the number of pages that fit beside them.
+
+        Args:
+            peer_memory: whether all ranks of the gang exchange small tensors through it.
+        """
         from raycache.deployment.deployment import Deployment, served_model
         from raycache.rank.build import load
 
@@ -145,6 +150,7 @@ class RankActor:
         if self._own_board is not None:
             self._own_board.unshare()  # all ranks have joined
         device_type = self._member.ctx.device.type
+        self._config = replace(self._config, peer_memory=peer_memory)
         self._loaded = load(Deployment(self._config, served_model(self._config), device_type), self._member)
         return self._loaded.measure()
 

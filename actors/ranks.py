@@ -8,6 +8,7 @@ The engine creates them before it imports torch itself, so nothing here imports 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ from raycache.host.directory import DirectoryGoneError
 if TYPE_CHECKING:
     from raycache.gang.meeting import Meeting
     from raycache.parallel.board import AckBoard
+
+_log = logging.getLogger(__name__)
+_PROBE_S = 2.0
+"""How long a rank that stands by may take to respond."""
 
 
 class Ranks:
@@ -51,14 +56,53 @@ class Ranks:
         gpus: Sequence[Gpus] = (),
     ) -> None:
         self._config, self._on_progress = config, on_progress
+        self._placement, self._epoch, self._replica, self._gpus = placement, epoch, replica, gpus
         self._seats = [f"{placement.group.id.hex()}-{rank}" for rank in range(config.world_size)]
         self._running: list[Any] = []
-        self._actors: list[Any] = [
-            ray.remote(RankActor)
-            .options(**placement.options(rank, stands_by=bool(gpus)))
-            .remote(config, rank, epoch=epoch, replica=replica, gpus=gpus[rank] if gpus else None)
-            for rank in range(config.world_size)
-        ]
+        self._actors = [self._new_actor(rank) for rank in range(config.world_size)]
+        self._probes: dict[int, tuple[Any, float]] = {}  # rank -> unanswered call, and since when
+        self._ready: set[int] = set()
+
+    def _new_actor(self, rank: int) -> Any:
+        options = self._placement.options(rank, stands_by=bool(self._gpus))
+        gpus = self._gpus[rank] if self._gpus else None
+        start = ray.remote(RankActor).options(**options).remote
+        return start(self._config, rank, epoch=self._epoch, replica=self._replica, gpus=gpus)
+
+    def replace_lost(self, *, waits: bool) -> bool:
+        """Replace ranks that stand by and have died, or no longer respond; returns whether there were any.
+
+        Args:
+            waits: whether to wait for their responses, for up to `_PROBE_S`; else those to the calls before count.
+        """
+        lost = self._lost(timeout_s=0.0)
+        for rank, actor in enumerate(self._actors):
+            if rank not in self._probes and rank not in lost:
+                self._probes[rank] = actor.__ray_ready__.remote(), time.monotonic()
+        if waits:
+            lost |= self._lost(timeout_s=_PROBE_S)
+        for rank, how in lost.items():
+            _log.warning("rank %d that stood by is replaced: %s", rank, how)
+            ray.kill(self._actors[rank])
+            self._actors[rank] = self._new_actor(rank)
+            self._ready.discard(rank)
+        return bool(lost)
+
+    def _lost(self, *, timeout_s: float) -> dict[int, str]:
+        """Those that have died, or have not responded in time: rank -> cause."""
+        if not self._probes:
+            return {}
+        refs = [ref for ref, _ in self._probes.values()]
+        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+        found = {}
+        for rank, (ref, since_s) in self._probes.items():
+            if ref in ended:
+                found[rank] = _how(ref)
+            elif rank in self._ready and (timeout_s or time.monotonic() - since_s > _PROBE_S):  # others still import
+                found[rank] = f"it has not responded for {_PROBE_S:.0f} s"
+        self._probes = {rank: probe for rank, probe in self._probes.items() if rank not in found}
+        self._ready |= {rank for rank, how in found.items() if not how}
+        return {rank: how for rank, how in found.items() if how}
 
     def where(self) -> list[dict[str, Any]]:
         """Where all ranks are, once those before them have ended."""
@@ -152,10 +196,10 @@ class Ranks:
 
 
 def _how(run: Any) -> str:
-    """How a rank ended that was not told to exit."""
+    """How a rank ended that was not told to exit; "" if it did not fail."""
     try:
         ray.get(run)
-    except RayActorError as cause:
+    except (RayActorError, ActorUnschedulableError) as cause:
         return f"its actor died: {str(cause).strip().splitlines()[0]}"
     except RayTaskError as cause:
         return "" if isinstance(cause.cause, RankLostError) else repr(cause.cause)

@@ -15,7 +15,6 @@ Each way is compared with float64 arithmetic first. Tensors are [tokens, 4096] i
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -31,7 +30,7 @@ from raycache.gang.processes import RankProcess, meet_here
 from raycache.layers import fused
 from raycache.parallel.collectives import TorchGroup
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.peer_group import PeerGroup
+from raycache.parallel.peer_group import PeerGroup, graph_seconds
 from raycache.rank.member import Invitation
 
 _FEATURES = 4096
@@ -97,28 +96,6 @@ def _torch_ways(peers: PeerGroup, tokens: int, device: torch.device, name: str, 
     yield "sum", "torch one shot", one_shot, check
 
 
-def _microseconds(run: Callable[[], Any], device: torch.device) -> float:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_REPEATS):
-            run()
-    found = []
-    for _ in range(_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / _REPEATS)
-    return float(statistics.median(found))
-
-
 def _serve(connection: Connection, invitation: Invitation) -> None:
     tokens, only = connection.recv()
     handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
@@ -143,7 +120,8 @@ def _serve(connection: Connection, invitation: Invitation) -> None:
             ways += _torch_ways(peers, count, device, f"1.tp.0.{spec.rank}", buffers)
         for kind, name, run, check in ways:
             if kind in only:
-                found.append((count, kind, name, _microseconds(run, device), check()))
+                us = 1e6 * graph_seconds(run, device, calls=_REPEATS, replays=_REPLAYS)
+                found.append((count, kind, name, us, check()))
     torch.cuda.synchronize()
     connection.send(found)
     connection.recv()

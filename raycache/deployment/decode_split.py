@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from raycache.models.base import ModelConfig, family_of
 from raycache.models.layer_sizes import AskedShapes, layer_sizes
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
+from raycache.parallel.peer_group import PEER_MEMORY
 from raycache.parallel.sharding import Split
 
 _LEAST_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
@@ -23,10 +26,21 @@ _LEAST_BYTES_OF_NCCL = 180 << 20
 """The same without peer memory, where four exchanges take some 60 us."""
 
 
+def with_transports(deployment: Deployment, transports: Iterable[Sequence[str]]) -> Deployment:
+    """Turn peer memory off unless all ranks use it for all small tensors, as all must decide alike.
+
+    Args:
+        transports: of each rank, as its groups have been built (`ParallelContext.transports`).
+    """
+    has_all = all(tuple(each) == (PEER_MEMORY,) for each in transports)
+    return replace(deployment, config=replace(deployment.config, peer_memory=has_all))
+
+
 def decode_obstacle(deployment: Deployment) -> str:
     """Why every cp rank reads all weights of its tp rank in decode steps; "" if it reads its share of them.
 
-    It depends on settings and config.json only, so that all ranks decide alike.
+    Args:
+        deployment: as `with_transports` has returned it, the same on all ranks.
     """
     config = deployment.config
     if config.decode_split == "off":

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from raycache.config import Config
+from raycache.deployment.decode_split import with_transports
 from raycache.deployment.deployment import Deployment, served_model
 from raycache.deployment.memory_plan import usable_cpus
 from raycache.deployment.weights import with_weights_form
@@ -75,7 +76,7 @@ class ProcessGang:
         RayCacheError: a rank failed to start; all processes have been ended.
 
     Attributes:
-        deployment: the ranks' deployment, including the form of their weights.
+        deployment: the ranks' deployment, including the form of their weights and whether they use peer memory.
         executor: pass it to an engine.
         num_pages: pages per rank.
     """
@@ -90,8 +91,10 @@ class ProcessGang:
                 gpus = [gpu for gpu in self._ranks.receive(timeout_s) if gpu is not None]
                 self.deployment = with_weights_form(deployment, gpus)
                 self._ranks.send([self.deployment.config.weights] * len(invitations))
-                executor, fits = self._meeting.join(lambda: self._ranks.receive(timeout_s))
-                self.num_pages = min(fits)
+                executor, transports = self._meeting.join(lambda: self._ranks.receive(timeout_s))
+                self.deployment = with_transports(self.deployment, transports)
+                self._ranks.send([self.deployment.config.peer_memory] * len(invitations))
+                self.num_pages = min(self._ranks.receive(timeout_s))
                 by_rank = [arenas[node] if arenas else None for node in tuple(nodes) or (0,) * len(invitations)]
                 self._ranks.send([(self.num_pages, arena) for arena in by_rank])
                 self._ranks.receive(timeout_s)
@@ -224,6 +227,8 @@ def _run_rank(connection: Connection, invitation: Invitation) -> None:
         connection.send(GpuModel.of(torch.device(spec.device)) if spec.device != "cpu" else None)
         config = replace(config, weights=connection.recv())
         member = join(invitation)
+        connection.send(member.ctx.transports)
+        config = replace(config, peer_memory=connection.recv())
         loaded = load(Deployment(config, served_model(config), member.ctx.device.type), member)
         connection.send(loaded.measure())
         rank = loaded.build(*connection.recv())

@@ -299,6 +299,11 @@ class ParallelContext:
             return self.cp
         return self.tp if self.cp.size == 1 else self.tp_cp
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How the ranks of this stage exchange small tensors: one, or more if its groups differ."""
+        return tuple(sorted({group.transport for group in (self.tp, self.cp, self.tp_cp) if group.size > 1}))
+
     def layers(self, num_layers: int) -> range:
         """Layers of this rank's stage of a model with `num_layers`."""
         return self.split.stage_layers(num_layers, self.pp.rank)

@@ -24,6 +24,8 @@ from raycache.parallel.peer_memory import PeerMemory
 
 _log = logging.getLogger(__name__)
 
+PEER_MEMORY = "peer memory"
+"""Transport of these groups."""
 _SIZES = tuple(1 << bits for bits in range(13, 24))
 """Bytes of the sums that are compared at the start: those of one token and more."""
 _SUMS, _REPLAYS = 8, 5
@@ -39,7 +41,7 @@ class PeerGroup(TorchGroup):
     """
 
     def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int) -> None:
-        super().__init__(backend, rank=memory.rank, size=memory.size, transport="peer memory")
+        super().__init__(backend, rank=memory.rank, size=memory.size, transport=PEER_MEMORY)
         self.memory = memory
         self.most_bytes = most_bytes
 
@@ -182,7 +184,7 @@ def _measure(group: TorchGroup, peers: PeerGroup, device: torch.device) -> int:
     most, losses = 0, 0
     for size in _SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        times = torch.tensor([_seconds(each.all_reduce, x, device) for each in (peers, group)], device=device)
+        times = torch.tensor([_sum_seconds(each, x) for each in (peers, group)], device=device)
         ours, theirs = group.all_reduce(times).tolist()
         most, losses = (most, losses + 1) if ours >= theirs else (size, 0)
         if losses == 2:  # one may be noise
@@ -190,25 +192,34 @@ def _measure(group: TorchGroup, peers: PeerGroup, device: torch.device) -> int:
     return most
 
 
-def _seconds(add: Callable[[Tensor], Tensor], x: Tensor, device: torch.device) -> float:
-    """Median time of some sums that run as one CUDA graph, as in decode steps."""
+def _sum_seconds(group: TorchGroup, x: Tensor) -> float:
+    return graph_seconds(lambda: group.all_reduce(x), x.device, calls=_SUMS, replays=_REPLAYS)
+
+
+def graph_seconds(run: Callable[[], Any], device: torch.device, *, calls: int, replays: int) -> float:
+    """Time of a call, when several run as one CUDA graph, as in decode steps: the median over replays, in seconds.
+
+    Args:
+        run: launches work on the device.
+        calls: in the graph.
+    """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        add(x)
+        run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_SUMS):
-            add(x)
+        for _ in range(calls):
+            run()
     found = []
-    for _ in range(_REPLAYS):
+    for _ in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(1e-3 * begin.elapsed_time(end))
+        found.append(1e-3 * begin.elapsed_time(end) / calls)
     return float(statistics.median(found))
 
 

@@ -30,6 +30,7 @@ from raycache.memory.mover import LaneName, Mover
 from raycache.models.base import Model
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import Lane
+from raycache.parallel.lost_peers import reporting_lost_peers
 from raycache.rank.backend import choose_backend
 from raycache.rank.compilations import warn_of_compilers
 from raycache.rank.drafter import Drafter, DraftGraphs
@@ -105,7 +106,8 @@ class LoadedRank:
             num_graphs = len(sizes) + bool(draft_sizes) * len(sizes) + len(draft_sizes) if self._has_graphs else 0
             pool = self._new_pool(dict.fromkeys(deployment.pool_sizes(1), 1))
             trial = self._new_rank(pool, drafter=self._new_drafter(pool))
-            measure_peak(deployment, trial, use=use, num_graphs=num_graphs, num_pieces=self._most_pieces)
+            with reporting_lost_peers(self.member.ctx):
+                measure_peak(deployment, trial, use=use, num_graphs=num_graphs, num_pieces=self._most_pieces)
             if deployment.config.has_host_tier:
                 use.keep("staging", self._staging_bytes)
         ranks_on_node = self.member.spec.ranks_on_node
@@ -128,9 +130,10 @@ class LoadedRank:
             with refusing_out_of_memory(member.ctx.device, doing="allocating buffers for page moves"):
                 mover = _new_mover(member, pool, arena)
         try:
-            rank = self._build_around(pool, mover)
-            if warms_up:
-                warm_up(rank, self.deployment)
+            with reporting_lost_peers(member.ctx):
+                rank = self._build_around(pool, mover)
+                if warms_up:
+                    warm_up(rank, self.deployment)
         except BaseException:  # an interrupt, too: the host tier would stay pinned in this process
             if mover is not None:
                 mover.close()

@@ -8,6 +8,7 @@ from collections import deque
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.errors import RankLostError
 from raycache.parallel.board import Lane
+from raycache.parallel.lost_peers import reporting_lost_peers
 from raycache.rank.member import Member
 from raycache.rank.pending_result import PendingResult
 from raycache.rank.rank import Rank
@@ -25,7 +26,8 @@ def run(rank: Rank, member: Member) -> None:
     """
     plans, number, has_lost = _Plans(rank, member), member.spec.rank, True
     try:
-        plans.execute_all()
+        with reporting_lost_peers(rank.ctx):
+            plans.execute_all()
         has_lost = False
     except RankLostError as cause:
         member.post(Lane.LOST, max(plans.step, 1))

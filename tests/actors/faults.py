@@ -244,11 +244,15 @@ async def lose_ranks(model: Path, faults: Sequence[Fault], *, doubt: float, orac
 
 
 async def lose_spare_ranks(model: Path, **settings: Any) -> None:
-    """Run a service whose ranks that stand by are lost before a rank is: another gang is started without them."""
+    """Run a service whose ranks that stand by are lost: they are replaced, with the next gang at the latest."""
     async with serving(model, page_size=PAGE, num_pages=64, spare_ranks="on", **settings) as service:
         prompt = prompts(1, seed=1)[0]
         calm, heard = await listen(service, prompt, _OUTPUT, Heard(), temperature=0), Heard()
         for spare in await until_there_are(2, spare_ranks):
+            spare.kill()
+        await until_there_are(0, spare_ranks)
+        await until_there_are(2, spare_ranks)
+        for spare in spare_ranks():
             spare.kill()
         running = asyncio.create_task(listen(service, prompt, _OUTPUT, heard, temperature=0))
         await spoken([heard], at_least=8)
@@ -256,6 +260,6 @@ async def lose_spare_ranks(model: Path, **settings: Any) -> None:
         await running
         assert heard.tokens == calm.tokens
         stats = await service.engine.stats()
-        assert stats.rebuilds == 2 and stats.epoch == 3
+        assert stats.rebuilds == 1 and stats.epoch == 2
         await until_there_are(2, spare_ranks)
         await service.engine.check()

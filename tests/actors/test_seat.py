@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,15 @@ from pathlib import Path
 import pytest
 
 from actors.seat import Seat
-from raycache.errors import RankLostError
+from raycache.errors import ConfigError, RankLostError
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+NOBODY = 65534
 
 _HOLD = """
-import sys, time
+import os, sys, time
 from actors.seat import Seat
+os.setuid(int(sys.argv[2]))
 seat = Seat(sys.argv[1], timeout_s=10)
 print("seated", flush=True)
 time.sleep(600)
@@ -26,10 +31,10 @@ time.sleep(600)
 
 
 @contextmanager
-def holder(name: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the seat."""
+def holder(name: str, *, user: int = os.getuid()) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the seat, of this user or another."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", _HOLD, name]
+    command = [sys.executable, "-c", _HOLD, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "seated\n"
@@ -66,3 +71,25 @@ def test_a_process_does_not_end_itself() -> None:
     with pytest.raises(RankLostError, match="has not ended within 0 s"):
         Seat(name, timeout_s=0.2)
     seat.close()
+
+
+@needs_root
+def test_a_process_of_another_user_is_named_at_once() -> None:
+    name = secrets.token_hex(8)
+    with holder(name, user=NOBODY) as process:
+        begin_s = time.monotonic()
+        with pytest.raises(ConfigError, match=f"held by process {process.pid} of user nobody, which user root may not"):
+            Seat(name, timeout_s=60)
+        assert time.monotonic() - begin_s < 5 and process.poll() is None
+
+
+@needs_root
+def test_a_process_of_another_pid_namespace_is_waited_for_and_named() -> None:
+    name = secrets.token_hex(8)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    code = "import sys; from actors.seat import Seat; Seat(sys.argv[1], timeout_s=0.3)"
+    with holder(name) as process:
+        command = ["unshare", "--pid", "--fork", sys.executable, "-c", code, name]
+        taker = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        assert "a process of another PID namespace of user root, has not ended within 0 s" in taker.stderr
+        assert process.poll() is None

@@ -20,7 +20,7 @@ from raycache.attention.layout import StepLayout
 from raycache.attention.states import Recurrence
 from raycache.attention.torch_ref import TorchBackend, TorchStep
 from raycache.config import Config
-from raycache.deployment.decode_split import decode_obstacle, model_obstacle
+from raycache.deployment.decode_split import decode_obstacle, model_obstacle, with_transports
 from raycache.deployment.deployment import Deployment
 from raycache.layers.cp_split import CpSplit, NotSplitError
 from raycache.layers.embedding import VocabHead
@@ -30,7 +30,7 @@ from raycache.layers.quantised import Fp8Matrix
 from raycache.memory.component import FULL, STATE, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
-from raycache.parallel.collectives import Group
+from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.decode_batch import DecodeBatch
@@ -367,3 +367,34 @@ def test_exchanges_through_nccl_pay_for_larger_layers_only(tiny: Callable[[str],
     config, model = Config(model=str(tmp_path), cp=2, device="cuda"), read_config(tmp_path)
     assert not decode_obstacle(Deployment(config, model, "cuda"))  # 127 MB of 254
     assert decode_obstacle(Deployment(replace(config, peer_memory=False), model, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("transports", "is_split"),
+    [
+        ([("peer memory",), ("peer memory",)], True),
+        ([("NCCL",), ("NCCL",)], False),
+        ([("peer memory",), ("NCCL",)], False),
+        ([("peer memory",), ("NCCL", "peer memory")], False),
+    ],
+    ids=["all", "none", "one rank", "not all groups of a rank"],
+)
+def test_exchanges_count_as_they_are_and_not_as_they_were_set(
+    tiny: Callable[[str], Path], tmp_path: Path, transports: list[tuple[str, ...]], is_split: bool
+) -> None:
+    larger = json.loads((tiny("llama") / "config.json").read_text()) | {"hidden_size": 1024, "intermediate_size": 20480}
+    (tmp_path / "config.json").write_text(json.dumps(larger))
+    config = Config(model=str(tmp_path), cp=2, device="cuda")
+    deployment = with_transports(Deployment(config, read_config(tmp_path), "cuda"), transports)
+    assert is_split == (not decode_obstacle(deployment))
+
+
+def test_transports_are_those_of_all_groups_of_a_stage() -> None:
+    def group(transport: str) -> TorchGroup:
+        return TorchGroup(None, rank=0, size=2, transport=transport)
+
+    cpu, split = torch.device("cpu"), Split(tp=2, cp=2)
+    tp, cp, nccl = group("peer memory"), group("peer memory"), group("NCCL")
+    assert ParallelContext(split, 0, cpu, tp=tp, cp=cp, tp_cp=tp).transports == ("peer memory",)
+    assert ParallelContext(split, 0, cpu, tp=tp, cp=nccl, tp_cp=tp).transports == ("NCCL", "peer memory")
+    assert ParallelContext(Split(pp=2), 0, cpu, pp=nccl).transports == ()

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from typing import Final, get_origin, get_type_hints
 
 import pytest
 
@@ -266,3 +268,9 @@ def test_orders_and_answers_travel() -> None:
     for thing in (command(1), command(1).not_done(Outcome.LATE), persist(2).not_done(Outcome.UNAVAILABLE, "why")):
         assert pickle.loads(pickle.dumps(thing)) == thing
     assert UNIT.tag == 0x0706050403020100
+
+
+def test_commands_are_values_that_nothing_may_change() -> None:
+    assert len({command(1), command(1), command(2)}) == 2
+    hints = get_type_hints(StorageCommand)
+    assert all(get_origin(hints[field.name]) is Final for field in fields(StorageCommand))
