@@ -186,7 +186,9 @@ class Gangs:
             self._ranks.replace_lost(waits=True)
         # Neither the pool nor the form of the weights may change under requests that were accepted for them.
         weights = "stored" if lost.deployment.config.weights == "auto" else lost.deployment.config.weights
-        config = replace(lost.deployment.config, num_pages=lost.num_pages, weights=weights)
+        config = replace(
+            lost.deployment.config, num_pages=lost.num_pages, weights=weights, peer_memory=self._config.peer_memory
+        )
         deployment = replace(lost.deployment, config=config)
         while self._losses < _MAX_REBUILDS:
             self._losses += 1

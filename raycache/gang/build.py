@@ -32,6 +32,7 @@ from raycache.deployment.weights import model_identity
 from raycache.host.link import HostLink
 from raycache.host.plan import host_facts
 from raycache.host.service import open_arena
+from raycache.memory.component import FULL
 from raycache.memory.rows import EnvelopeLayout
 from raycache.observe.kv_events import KvEventPublisher, Medium
 from raycache.storage.lanes import NUM_LANES, StorageLanes
@@ -85,7 +86,7 @@ def build_engine(
     )
     events = _kv_events(deployment, plain_root=identity.seed(), replica=replica)
     spaces = deployment.space_sizes(sizes["device"])
-    _warn(deployment)
+    _warn(deployment, sizes)
     scheduler = Scheduler(
         cache=_sequence_cache(deployment, spaces, host=host, layout=layout, events=events),
         budget=StepBudget(deployment.max_step_tokens, config.prompt_share),
@@ -131,14 +132,27 @@ def _grammar_tokens(deployment: Deployment) -> LLTokenizer:
     return grammar_tokens(vocabulary, num_logits=model.vocab_size, eos_token_ids=model.eos_token_ids)
 
 
-def _warn(deployment: Deployment) -> None:
-    """Warn of settings that have less effect than expected."""
+def _warn(deployment: Deployment, sizes: Mapping[str, Mapping[str, int]]) -> None:
+    """Warn of settings that have less effect than expected.
+
+    Args:
+        sizes: tier -> units per component space.
+    """
     config, budget = deployment.config, deployment.max_step_tokens
     if budget <= config.max_running:
         _log.warning(
             "max_step_tokens=%d is not above max_running=%d: a full batch of decodes leaves no token for new prompts",
             budget,
             config.max_running,
+        )
+    device, host = (sizes[tier][FULL] * config.page_size if tier in sizes else 0 for tier in ("device", "host"))
+    if 0 < host <= device and config.write_policy != "write_back" and config.storage == "none":
+        _log.warning(
+            "the host tier has room for %d tokens and the device for %d: with write_policy=%s the host has the same "
+            "prefixes as the device, and few others; use write_policy=write_back, or a larger host_memory",
+            host,
+            device,
+            config.write_policy,
         )
     if deployment.model.doubt:
         _log.warning("%s", deployment.model.doubt)
