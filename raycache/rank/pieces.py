@@ -237,7 +237,7 @@ class RecordedPieces:
 
         times = torch.tensor(self._recorder.times(run), device=self._pool.device)
         launched, ended = self._stage.all_gather(times).amax(0).unbind(1)
-        return bool((ended / launched).min() < _MOST_BUSY)
+        return bool(ended.min() < _MOST_BUSY * launched.min())
 
     def _record(self, tried: _Tried) -> _Recorded:
         cuts = _Cuts(tried.results, self._recorder)
