@@ -16,7 +16,7 @@ from raycache.cache.node import Claims, Node, RestorePoint, Root
 from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
 
-NO_PAGES: PageIds = np.empty(0, np.int32)
+NO_PAGES: PageIds = np.empty(0, np.intp)
 _USELESS: Value = (-(1 << 62), 0)  # evicted before all else, in order of insertion
 
 

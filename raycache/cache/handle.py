@@ -131,7 +131,7 @@ class PrefixHandle:
             runs.append(node.pages[-missing:])
             missing -= node.num_pages
             node = node.parent
-        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.intp)
 
     def page(self, index: int) -> int:
         """Page id at an index of the prefix."""

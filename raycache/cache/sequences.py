@@ -210,7 +210,7 @@ class SequenceCache:
         device = self.device
         self.host.check()
         units = {space: [i for holding in holdings for i in holding.units.all()[space]] for space in device.units}
-        own = np.concatenate([np.empty(0, np.int32), *(holding.own for holding in holdings)])
+        own = np.concatenate([np.empty(0, np.intp), *(holding.own for holding in holdings)])
         device.check(taken=own, units=units)
         is_idle = not holdings and not self.transfers.has_moves
         assert device.tree.num_locked == 0 or not is_idle, "pages are locked although nothing runs"

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-PageIds = npt.NDArray[np.int32]
+PageIds = npt.NDArray[np.intp]
+"""Page ids in numpy's index type: any other would be converted at each use."""
 
 _TAKEN = -1
 _TAKEN_BYTES = np.intp(_TAKEN).tobytes()
@@ -31,7 +32,6 @@ class PageAllocator:
         assert num_pages >= 0, f"a pool cannot have {num_pages} pages"
         self.num_pages = num_pages
         self._num_taken = 0
-        # Both are intp, numpy's index type; other types would be converted at each use.
         self._stack = np.arange(num_pages)
         self._slot_of = self._stack.copy()
 
@@ -40,13 +40,18 @@ class PageAllocator:
         """Number of free pages."""
         return self.num_pages - self._num_taken
 
+    @property
+    def taken(self) -> PageIds:
+        """Ids of the pages that are not free, ascending."""
+        return np.flatnonzero(self._slot_of == _TAKEN)
+
     def allocate(self, count: int) -> PageIds:
         """Take `count` pages, most recently freed first; num_free must suffice."""
         assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} of {self.num_pages} are free"
         pages = self._stack[self._num_taken : self._num_taken + count]
         self._slot_of[pages] = _TAKEN
         self._num_taken += count
-        return pages.astype(np.int32)
+        return pages.copy()
 
     def free(self, pages: PageIds) -> None:
         """Return pages; asserts that none is free already or occurs twice in `pages`.
@@ -58,15 +63,15 @@ class PageAllocator:
             return
         count, num_taken = len(pages), self._num_taken - len(pages)
         assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
-        assert pages.dtype == np.int32, f"page ids are int32, not {pages.dtype}"
-        # Through unsigned, so that negative ids are out of bounds instead of counting from the end.
-        index = pages.view(np.uint32).astype(np.intp)
+        assert pages.dtype == np.intp, f"page ids are intp, not {pages.dtype}"
+        if pages.min() < 0:
+            raise IndexError(f"page ids out of bounds: {pages}")
         # Compared as bytes, which is faster than arrays. A page that occurs twice keeps the later slot.
-        assert self._slot_of[index].tobytes() == _TAKEN_BYTES * count, f"freed twice: {pages}"
+        assert self._slot_of[pages].tobytes() == _TAKEN_BYTES * count, f"freed twice: {pages}"
         slots = np.arange(num_taken, self._num_taken)
-        self._slot_of[index] = slots
-        assert self._slot_of[index].tobytes() == slots.tobytes(), f"a page is twice in one free: {pages}"
-        self._stack[num_taken : self._num_taken] = index
+        self._slot_of[pages] = slots
+        assert self._slot_of[pages].tobytes() == slots.tobytes(), f"a page is twice in one free: {pages}"
+        self._stack[num_taken : self._num_taken] = pages
         self._num_taken = num_taken
 
     def check(self, *, in_use: PageIds, cached: PageIds) -> None:

@@ -19,7 +19,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def page_ids(*pages: int) -> np.ndarray:
-    return np.array(pages, np.int32)
+    return np.array(pages, np.intp)
 
 
 Position = tuple[bytes, tuple[int, ...]]  # a root, and a prefix of whole pages
