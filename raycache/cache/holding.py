@@ -186,7 +186,8 @@ class Holding:
     @property
     def own(self) -> PageIds:
         """Pages that the tree did not adopt: it had the same from elsewhere, or they are not whole or not computed."""
-        return np.concatenate([*self._duplicates, self._pages(self.handle.length // self._device.page_size)])
+        rest = self._pages(self.handle.length // self._device.page_size)
+        return np.concatenate([*self._duplicates, rest]) if self._duplicates else rest
 
     @property
     def points(self) -> list[RestorePoint]:

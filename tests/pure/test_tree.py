@@ -313,6 +313,7 @@ def test_a_handle_is_lengthened_over_pages_behind_the_last_restore_point() -> No
     cache(tree, range(12), [0, 1, 2]).release()
     handle = tree.match(packed(range(13)), now=1)
     assert (handle.length, handle.known_length, handle.cut_by) == (0, 12, "state")
+    assert tree.match_lengths(packed(range(13)), now=1) == (0, 12)
     tree.lengthen(handle, packed(range(13)), limit=8, now=1)
     assert (handle.length, handle.known_length, handle.pages.tolist()) == (8, 12, [0, 1])
     assert tree.evict(9).tolist() == [2]
