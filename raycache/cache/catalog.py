@@ -116,7 +116,8 @@ class Catalog:
         self.drop_pages(ids)
         records.digests[ids] = np.frombuffer(digests, _DIGEST)
         records.tokens[ids] = np.frombuffer(tokens, records.tokens.dtype)
-        records.parents[ids[1:]], records.parents[ids[0]] = ids[:-1], parent
+        records.parents[ids[1:]] = ids[:-1].astype(np.int32)  # faster than to convert while assigning
+        records.parents[ids[0]] = parent
         if parent == _NONE:
             records.seeds[ids[0]] = np.frombuffer(seed, _DIGEST)[0]
         records.valid[ids] = 1

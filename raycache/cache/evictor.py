@@ -128,7 +128,7 @@ class Evictor:
         self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
 
     def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
-        given_up = list[PageIds]()
+        given_up: list[PageIds] = []  # list[PageIds]() would build the type at each call
         missing = num_pages
         while missing > 0 and (node := self._leaves.first()) is not None:
             if not node.is_free_leaf:

@@ -33,7 +33,8 @@ class PageAllocator:
         self.num_pages = num_pages
         self._num_taken = 0
         self._stack = np.arange(num_pages)
-        self._slot_of = self._stack.copy()
+        # The second half stands for ids that are not of the pool, negative ones included: they never count as taken.
+        self._slot_of = np.concatenate((self._stack, self._stack))
 
     @property
     def num_free(self) -> int:
@@ -54,20 +55,18 @@ class PageAllocator:
         return pages.copy()
 
     def free(self, pages: PageIds) -> None:
-        """Return pages; asserts that none is free already or occurs twice in `pages`.
+        """Return pages; asserts that each is taken and occurs once in `pages`.
 
         Raises:
-            IndexError: a page id is outside the pool.
+            IndexError: a page id is far outside of the pool.
         """
         if not len(pages):
             return
         count, num_taken = len(pages), self._num_taken - len(pages)
         assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
         assert pages.dtype == np.intp, f"page ids are intp, not {pages.dtype}"
-        if pages.min() < 0:
-            raise IndexError(f"page ids out of bounds: {pages}")
         # Compared as bytes, which is faster than arrays. A page that occurs twice keeps the later slot.
-        assert self._slot_of[pages].tobytes() == _TAKEN_BYTES * count, f"freed twice: {pages}"
+        assert self._slot_of[pages].tobytes() == _TAKEN_BYTES * count, f"freed twice, or not of the pool: {pages}"
         slots = np.arange(num_taken, self._num_taken)
         self._slot_of[pages] = slots
         assert self._slot_of[pages].tobytes() == slots.tobytes(), f"a page is twice in one free: {pages}"
@@ -79,7 +78,7 @@ class PageAllocator:
         free = self._stack[self._num_taken :]
         slots = np.arange(self._num_taken, self.num_pages)
         assert np.array_equal(self._slot_of[free], slots), "the stack and its inverse disagree"
-        assert np.count_nonzero(self._slot_of != _TAKEN) == self.num_free, "a taken page has a place on the stack"
+        assert self.num_pages - len(self.taken) == self.num_free, "a taken page has a place on the stack"
         places = np.bincount(np.concatenate((free, in_use, cached)), minlength=self.num_pages)
         assert len(places) == self.num_pages, f"a page id is beyond the pool of {self.num_pages} pages"
         assert (places >= 1).all(), f"lost pages: {np.flatnonzero(places == 0)}"

@@ -35,7 +35,15 @@ def test_allocating_more_than_is_free_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("pages", "message"),
-    [([3], "freed twice"), ([0, 0], "twice in one free"), ([-1], "out of bounds"), ([0, 1, 2], "only 2 are taken")],
+    [
+        ([3], "freed twice"),
+        ([0, 0], "twice in one free"),
+        ([-1], "not of the pool"),
+        ([-4], "not of the pool"),
+        ([4], "not of the pool"),
+        ([8], "out of bounds"),
+        ([0, 1, 2], "only 2 are taken"),
+    ],
 )
 def test_a_wrong_free_is_refused(pages: list[int], message: str) -> None:
     pool = PageAllocator(4)
