@@ -106,7 +106,7 @@ class TreeCache:
     def check(self) -> None:
         """Assert that no page is lost, when nothing runs."""
         self.tree.check()
-        self.pages.check(in_use=np.empty(0, np.int32), cached=self.tree.trie.pages())
+        self.pages.check(in_use=np.empty(0, np.intp), cached=self.tree.trie.pages())
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def match_times(num_tokens: int, *, run_tokens: int) -> dict[str, float]:
     tree, tokens = RadixTree(PAGE), drawn(num_tokens)
     for end in range(run_tokens, num_tokens + run_tokens, run_tokens):
         cached(
-            tree, tokens[: end * 4] + drawn(PAGE, seed=end), np.arange(end // PAGE + 1, dtype=np.int32) + end
+            tree, tokens[: end * 4] + drawn(PAGE, seed=end), np.arange(end // PAGE + 1, dtype=np.intp) + end
         ).release()
     prompt, same, times = bytes(bytearray(tokens + drawn(PAGE, seed=1))), bytes(bytearray(tokens)), {}
     for name, once in {"match": lambda: tree.match(prompt, now=1).release(), "memcmp": lambda: same == tokens}.items():
@@ -258,8 +258,8 @@ def handle_times(num_tokens: int) -> dict[str, float]:
     """Microseconds of a match again and of a finish with one page more, from a handle that is held."""
     tree, num_steps = RadixTree(PAGE), 200
     tokens = drawn(num_tokens + (num_steps + 1) * PAGE)
-    handle = cached(tree, tokens[: num_tokens * 4], np.arange(num_tokens // PAGE, dtype=np.int32))
-    pages = iter(np.arange(num_steps, dtype=np.int32)[:, None] + num_tokens // PAGE)
+    handle = cached(tree, tokens[: num_tokens * 4], np.arange(num_tokens // PAGE, dtype=np.intp))
+    pages = iter(np.arange(num_steps, dtype=np.intp)[:, None] + num_tokens // PAGE)
     prompt = tokens[: num_tokens * 4 + 4]
     again = best_us(lambda: tree.rematch(handle, prompt, now=1), repeats=num_steps)
     return {
@@ -273,7 +273,7 @@ def evict_time(num_leaves: int, *, page_size: int = 4, batch: int = 500) -> floa
     tree, draw = RadixTree(page_size), np.random.default_rng(0)
     prompts = np.arange(num_leaves * page_size, dtype=np.int32).reshape(-1, page_size)
     for page, now in enumerate(draw.permutation(num_leaves).tolist()):
-        cached(tree, prompts[page].tobytes(), np.array([page], np.int32), now=now).release()
+        cached(tree, prompts[page].tobytes(), np.array([page], np.intp), now=now).release()
     return best_us(lambda: [tree.evict(1) for _ in range(batch)], repeats=min(9, num_leaves // batch)) / batch
 
 

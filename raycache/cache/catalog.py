@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raycache.cache.keys import DIGEST_BYTES, PackedDigests, chain_digests, tag_of
 from raycache.cache.node import Parts
@@ -113,16 +112,17 @@ class Catalog:
             return
         assert len(digests) == len(ids) * DIGEST_BYTES, f"{len(digests)} bytes of digests of {len(ids)} pages"
         assert len(tokens) == len(ids) * self._page_bytes, f"{len(tokens) // 4} tokens of {len(ids)} pages"
-        records, index = self._records, np.asarray(ids, np.intp)  # other types would be converted at each use
-        self.drop_pages(index)
-        records.digests[index] = np.frombuffer(digests, _DIGEST)
-        records.tokens[index] = np.frombuffer(tokens, records.tokens.dtype)
-        records.parents[index[1:]], records.parents[index[0]] = index[:-1], parent
+        records = self._records
+        self.drop_pages(ids)
+        records.digests[ids] = np.frombuffer(digests, _DIGEST)
+        records.tokens[ids] = np.frombuffer(tokens, records.tokens.dtype)
+        records.parents[ids[1:]] = ids[:-1].astype(np.int32)  # faster than to convert while assigning
+        records.parents[ids[0]] = parent
         if parent == _NONE:
-            records.seeds[index[0]] = np.frombuffer(seed, _DIGEST)[0]
-        records.valid[index] = 1
+            records.seeds[ids[0]] = np.frombuffer(seed, _DIGEST)[0]
+        records.valid[ids] = 1
 
-    def drop_pages(self, ids: NDArray[np.integer[Any]]) -> None:
+    def drop_pages(self, ids: PageIds) -> None:
         """Erase the records of pages, with the restore points at their ends."""
         if self._widths:
             self._records.has_point[ids] = 0
@@ -130,7 +130,7 @@ class Catalog:
 
     def digests(self, ids: PageIds) -> PackedDigests:
         """Digests of recorded pages."""
-        return self._records.digests[ids].tobytes()
+        return self._records.digests.take(ids).tobytes()
 
     def add_point(self, page: int, parts: Parts) -> None:
         """Record the restore point at the end of a page; `parts` must cover every point space."""
@@ -157,7 +157,7 @@ class Catalog:
         records = self._records
         chains = _Chains(records, holds)
         lost = np.flatnonzero(records.valid)
-        self.drop_pages(lost[~np.isin(lost, list(chains.depths))].astype(np.int32))
+        self.drop_pages(lost[~np.isin(lost, list(chains.depths))])
         points = self._points(chains, holds)
         lost = np.flatnonzero(records.has_point)
         records.has_point[lost[~np.isin(lost, list(points))]] = 0
@@ -165,7 +165,7 @@ class Catalog:
             Branch(
                 records.seeds[path[0]].tobytes(),
                 records.tokens[path].tobytes(),
-                np.asarray(path, np.int32),
+                np.asarray(path, np.intp),
                 [(number + 1, points[path[number]]) for number in range(first, len(path)) if path[number] in points],
             )
             for path, first in chains.paths()

@@ -16,7 +16,7 @@ from raycache.cache.node import Claims, Node, RestorePoint, Root
 from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
 
-NO_PAGES: PageIds = np.empty(0, np.int32)
+NO_PAGES: PageIds = np.empty(0, np.intp)
 _USELESS: Value = (-(1 << 62), 0)  # evicted before all else, in order of insertion
 
 
@@ -43,7 +43,7 @@ class Evictor:
         listener: TreeListener,
     ) -> None:
         self._trie, self._on_drop, self._on_leave, self._listener = trie, on_drop, on_leave, listener
-        self._worth = eviction.worth
+        self._worth, self._counts_matches = eviction.worth, eviction is Eviction.LFU
         self._leaves: EvictionOrder[Node] = EvictionOrder(self._worth_with_points if has_points else self._worth)
         self._points: EvictionOrder[RestorePoint] = EvictionOrder(self._worth)
         self._num_touches = 0  # the clock of restore points: finer than steps
@@ -65,6 +65,13 @@ class Evictor:
         node.point = point
         self._points.push(point)
         self._listener.point_added(node)
+
+    def count(self, node: Node, claims: Claims, *, is_longer: bool) -> None:
+        """Count a match that ends at a node; `is_longer`: it found more than the handle covered before."""
+        is_counted = is_longer and self._counts_matches
+        node.num_uses += is_counted
+        if node.point is not None:
+            self.touch(node, claims, is_counted=is_counted)
 
     def touch(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
         """Count a use of the restore point at the end of a node, if there is one."""
@@ -111,7 +118,7 @@ class Evictor:
         for node in reversed(list(first.walk_down())):
             if node.is_free_leaf:  # its subtree was visited before it
                 pages.append(node.pages)
-                self._drop(node, node.num_pages)
+                self._drop(node, node.pages)
         return np.concatenate(pages)
 
     def check(self) -> None:
@@ -121,34 +128,36 @@ class Evictor:
         self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
 
     def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
-        given_up = list[PageIds]()
+        given_up: list[PageIds] = []  # list[PageIds]() would build the type at each call
         missing = num_pages
         while missing > 0 and (node := self._leaves.first()) is not None:
             if not node.is_free_leaf:
                 self._leaves.void(node)
                 continue
-            count = min(missing, node.num_pages)
-            missing -= count
-            given_up.append(node.pages[: -count - 1 : -1])
+            pages = node.pages[-missing:]
+            missing -= len(pages)
+            given_up.append(pages[::-1])
             if is_evicted and self._on_leave is not None:
-                self._on_leave(_leaving(node, count))
-            if is_evicted and count == node.num_pages:
+                self._on_leave(_leaving(node, len(pages)))
+            if is_evicted and len(pages) == node.num_pages:
                 self._trie.evicted(node)
-            self._drop(node, count)
+            self._drop(node, pages)
         return np.concatenate(given_up) if given_up else NO_PAGES
 
-    def _drop(self, node: Node, count: int) -> None:
-        """Drop the last `count` pages of a free leaf, and the leaf when none is left."""
-        had_point, num_pages = node.has_point, node.num_pages
+    def _drop(self, node: Node, pages: PageIds) -> None:
+        """Drop the last pages of a free leaf, and the leaf when none is left."""
+        is_whole = len(pages) == node.num_pages
+        had_point = node.has_point
         if node.point is not None and had_point:
             self._drop_point(node.point, lost="")
         node.point = None
-        self._listener.dropped(node.pages[num_pages - count :])
-        if count == num_pages or had_point:  # it is worth less without the point
+        self._listener.dropped(pages)
+        if is_whole or had_point:  # it is worth less without the point
             self._leaves.void(node)
-        if count < num_pages:
-            self._trie.trim(node, count)
-            self.freed(node)
+        if not is_whole:
+            self._trie.trim(node, len(pages))
+            if had_point:
+                self._leaves.push(node)
             return
         parent = self._trie.take_off(node)
         # Only the deepest node of a prefix records uses; it passes them up when it is evicted.

@@ -131,7 +131,9 @@ class PrefixHandle:
             runs.append(node.pages[-missing:])
             missing -= node.num_pages
             node = node.parent
-        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
+        if len(runs) == 1:
+            return runs[0].copy()
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.intp)
 
     def page(self, index: int) -> int:
         """Page id at an index of the prefix."""

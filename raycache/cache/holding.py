@@ -27,7 +27,7 @@ _SAVED_TOGETHER = 8
 
 
 _NO_PAGES_NEEDED = Capacity({})
-_NO_PAGES = np.zeros(0, np.int32)
+_NO_PAGES = np.zeros(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Holding:
     ) -> None:
         self._device, self._transfers, self._use, self._is_kept = device, transfers, use, is_kept
         self.handle, self.cursor = handle, cursor
-        self.pages = array("i", handle.pages.tobytes())
+        self.pages = array("q", handle.pages.tobytes())
         self._duplicates: list[PageIds] = []
         self.units = HeldUnits(device, handle.point, leaves_points=is_kept)
         self.checkpoint: RestorePoint | None = None
@@ -186,7 +186,8 @@ class Holding:
     @property
     def own(self) -> PageIds:
         """Pages that the tree did not adopt: it had the same from elsewhere, or they are not whole or not computed."""
-        return np.concatenate([*self._duplicates, self._pages(self.handle.length // self._device.page_size)])
+        rest = self._pages(self.handle.length // self._device.page_size)
+        return np.concatenate([*self._duplicates, rest]) if self._duplicates else rest
 
     @property
     def points(self) -> list[RestorePoint]:
@@ -287,7 +288,7 @@ class Holding:
             self._transfers.save(self.cursor, self.handle, tokens, now=now)
 
     def _pages(self, first: int, stop: int | None = None) -> PageIds:
-        return np.frombuffer(self.pages[first:stop], np.int32)
+        return np.frombuffer(self.pages[first:stop], np.intp)
 
     def _adopt(self, tokens: PackedTokens, num_computed: int, *, now: int) -> None:
         """Hand computed whole pages to the tree."""

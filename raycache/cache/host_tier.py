@@ -108,8 +108,7 @@ class HostTier:
         )
         self.num_last = max([1, *(window_pages(window, self.page_size) for window in self.tier.windows.values())])
         self._catalog = catalog
-        self._is_reserved = np.zeros(sizes.num_pages, np.bool_)
-        self.num_discarded = 0
+        self._num_reserved = self.num_discarded = 0
 
     # --- what comes ---------------------------------------------------------------------------------------------------
 
@@ -117,12 +116,12 @@ class HostTier:
         """Reserve pages to be filled; None if too few can be freed."""
         pages = self.tier.take_pages(num_pages)
         if pages is not None:
-            self._is_reserved[pages] = True
+            self._num_reserved += num_pages
         return pages
 
     def give_back(self, pages: PageIds, point: RestorePoint | None = None) -> None:
         """Free reserved pages and units that did not enter the tree."""
-        self._is_reserved[pages] = False
+        self._num_reserved -= len(pages)
         self.tier.pages.free(pages)
         if point is not None:
             self.tier.let_go(point)
@@ -137,7 +136,7 @@ class HostTier:
         """
         first, size = handle.length // self.page_size, 4 * self.page_size
         num_known = self.tier.tree.extend(handle, tokens, pages, now=now)
-        self._is_reserved[pages] = False
+        self._num_reserved -= len(pages)
         self.tier.pages.free(pages[:num_known])
         entered, start = pages[num_known:], first + num_known
         if len(entered):
@@ -200,7 +199,7 @@ class HostTier:
             Number of pages recovered.
         """
         branches, pages, tree = self._catalog.recover(holds), self.tier.pages, self.tier.tree
-        found = np.unique(np.concatenate([np.empty(0, np.int32), *(branch.pages for branch in branches)]))
+        found = np.unique(np.concatenate([np.empty(0, np.intp), *(branch.pages for branch in branches)]))
         pages.free(np.setdiff1d(pages.allocate(pages.num_free), found))
         for branch in branches:
             handle = tree.match(NOTHING, now=0, root=branch.seed)
@@ -232,7 +231,9 @@ class HostTier:
 
     def check(self) -> None:
         """Assert that every page is free, reserved or cached, and that unit reference counts match."""
-        self.tier.check(taken=np.flatnonzero(self._is_reserved).astype(np.int32), units={})
+        reserved = np.setdiff1d(self.tier.pages.taken, self.tier.tree.trie.pages())
+        assert len(reserved) == self._num_reserved, f"{self._num_reserved} reserved pages counted, not {len(reserved)}"
+        self.tier.check(taken=reserved, units={})
 
     def _drop_record(self, point: RestorePoint) -> None:
         assert point.node is not None, "the restore point is not in the tree"

@@ -238,7 +238,7 @@ class Node(Evictable):
         """Append whole pages; no evicted ones may follow. Amortised cost: the size of what is new."""
         end = self.num_pages + len(ids)
         if end > len(self._ids):
-            grown = np.empty(end + end // 2, np.int32)
+            grown = np.empty(end + end // 2, np.intp)
             grown[: self.num_pages] = self.pages
             self._ids = grown
         self._ids[self.num_pages : end] = ids
@@ -280,7 +280,7 @@ class Root(Node):
     __slots__ = ("seed",)
 
     def __init__(self, seed: bytes, place: Place) -> None:
-        super().__init__(None, bytearray(), np.empty(0, np.int32), bytearray(), place=place)
+        super().__init__(None, bytearray(), np.empty(0, np.intp), bytearray(), place=place)
         self.seed = seed
 
 

@@ -104,13 +104,13 @@ class Persists:
         if point is not None and point.storage == self._storage:
             point = None
         path = handle.pages
-        missing = np.flatnonzero(~self._is_stored[path])
-        if not len(missing) and point is None:
+        is_missing = ~self._is_stored[path]
+        pages = path[is_missing]
+        if not len(pages) and point is None:
             return 0
-        pages = path[missing]
         columns: list[UnitColumns] = [(FULL, pages.tolist(), self._host.digests(pages))]
         if self._events is not None:
-            self._events.note(handle.node, unpacked(self._host.digests(path)), missing.tolist())
+            self._events.note(handle.node, unpacked(self._host.digests(path)), np.flatnonzero(is_missing).tolist())
         self._is_stored[pages] = True  # or will be: later commands need not include it
         if point is not None:
             last = self._host.last_digests(handle)

@@ -113,15 +113,11 @@ class SequenceCache:
 
     def known_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
         """Length in tokens of a prompt's cached prefix on the device, whether it can be resumed there or not."""
-        handle = self.device.tree.match(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
-        handle.release()
-        return handle.known_length
+        return self._lengths(tokens, use=use, now=now)[1]
 
     def device_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
         """Length in tokens of a prompt's resumable prefix on the device."""
-        handle = self.device.tree.match(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
-        handle.release()
-        return handle.length
+        return self._lengths(tokens, use=use, now=now)[0]
 
     def evict(self, space: str) -> bool:
         """Evict one page ("full"), or the next restore point with units of `space`, if any is unused.
@@ -210,9 +206,13 @@ class SequenceCache:
         device = self.device
         self.host.check()
         units = {space: [i for holding in holdings for i in holding.units.all()[space]] for space in device.units}
-        own = np.concatenate([np.empty(0, np.int32), *(holding.own for holding in holdings)])
+        own = np.concatenate([np.empty(0, np.intp), *(holding.own for holding in holdings)])
         device.check(taken=own, units=units)
         is_idle = not holdings and not self.transfers.has_moves
         assert device.tree.num_locked == 0 or not is_idle, "pages are locked although nothing runs"
         points = [*self.transfers.held_points, *(point for holding in holdings for point in holding.points)]
         assert Counter(points) == Counter(device.held), "held restore points do not match their holders"
+
+    def _lengths(self, tokens: PackedTokens, *, use: Use, now: int) -> tuple[int, int]:
+        tree = self.device.tree
+        return tree.match_lengths(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)

@@ -185,9 +185,9 @@ class StorageCommand:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StorageResult:
-    """Result of a command.
+    """Result of a command. Do not modify it, as `StorageCommand`.
 
     Attributes:
         number, kind, owner: copied from the command.

@@ -128,7 +128,8 @@ class StorageTier:
         self.take_results(now=now)
         if self.is_attached:
             self.blocks.poll(now_s=now_s)
-        self._attended = [work for work in self._attended if not work(now_s)]
+        if self._attended:
+            self._attended = [work for work in self._attended if not work(now_s)]
 
     def take_results(self, *, now: int) -> None:
         """Apply completed commands."""

@@ -286,7 +286,7 @@ class Transfers:
 
     def note_evicted(self, pages: PageIds) -> None:
         """Count evicted device pages that the host does not have."""
-        self.num_evicted_unsaved += len(pages) - int(np.count_nonzero(self._is_saved[pages]))
+        self.num_evicted_unsaved += self._is_saved[pages].tobytes().count(0)
 
     # --- plans and acknowledgements -----------------------------------------------------------------------------------
 
@@ -427,6 +427,6 @@ class NoTransfers:
 def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: PackedDigests) -> Batch:
     """Pair up device and host units to move, with the tags of their digests."""
     batch = Batch(space, np.asarray(devices, np.int64), np.asarray(hosts, np.int64), tags_of(digests))
-    sizes = len(batch.devices), len(batch.hosts), len(batch)
-    assert len(set(sizes)) == 1, f"numbers of devices, hosts and digests of {space} differ: {sizes}"
+    num_devices, num_hosts, num_tags = len(batch.devices), len(batch.hosts), len(batch)
+    assert num_devices == num_hosts == num_tags, f"{space}: {num_devices} devices, {num_hosts} hosts, {num_tags} tags"
     return batch

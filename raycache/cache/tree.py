@@ -25,7 +25,7 @@ from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.evictor import NO_PAGES, Evictor
 from raycache.cache.handle import Locks, PrefixHandle
 from raycache.cache.listener import NoListener, TreeListener
-from raycache.cache.node import Claims, Node, RestorePoint, Root
+from raycache.cache.node import Node, RestorePoint, Root
 from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
@@ -120,9 +120,33 @@ class RadixTree:
             Handle of whole pages, possibly none. Release it exactly once.
         """
         found = self._find(tokens, self.trie.root(root), 0)
-        handle = PrefixHandle(found[0], root=root, locks=self._locks, page_size=self.page_size)
-        self._settle(handle, found, now=now, claims=self._eviction.claims_of(priority, until_s))
+        node, claims = found[0], self._eviction.claims_of(priority, until_s)
+        handle = PrefixHandle(node, root=root, locks=self._locks, page_size=self.page_size)
+        _, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
+        handle.claims = claims
+        node.use(now, claims)
+        self._evictor.count(node, claims, is_longer=handle.length > 0)
         return handle
+
+    def match_lengths(
+        self, tokens: PackedTokens, *, now: int, root: bytes = b"", priority: int = 0, until_s: float = 0.0
+    ) -> tuple[int, int]:
+        """Count a use of the longest resumable cached prefix like `match`, but lock nothing.
+
+        Returns:
+            `length` and `known_length` as in `PrefixHandle`.
+        """
+        above = self.trie.roots.get(root)
+        if above is None:
+            return 0, 0
+        node, end = self.trie.walk(above, tokens, 0, _limit(tokens, self._page_bytes))
+        known_length = end // _TOKEN_BYTES
+        if self._spaces:
+            node, end, _ = node.last_point(end, above=above)
+        claims = self._eviction.claims_of(priority, until_s)
+        node.use(now, claims)
+        self._evictor.count(node, claims, is_longer=end > 0)
+        return end // _TOKEN_BYTES, known_length
 
     def rematch(
         self, handle: PrefixHandle, tokens: PackedTokens, *, now: int, priority: int = 0, until_s: float = 0.0
@@ -133,8 +157,11 @@ class RadixTree:
             handle: covers a prefix of `tokens`.
             tokens, now, priority, until_s: as for `match`.
         """
-        found = self._find(tokens, handle.node, handle.length)
-        self._settle(handle, found, now=now, claims=self._eviction.claims_of(priority, until_s))
+        length, claims = handle.length, self._eviction.claims_of(priority, until_s)
+        found = self._find(tokens, handle.node, length)
+        node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
+        handle.move(node, now=now, claims=claims)
+        self._evictor.count(node, claims, is_longer=handle.length > length)
 
     def lengthen(self, handle: PrefixHandle, tokens: PackedTokens, *, limit: int, now: int) -> None:
         """Lengthen a handle over cached pages, regardless of restore points.
@@ -287,9 +314,7 @@ class RadixTree:
 
     def _find(self, tokens: PackedTokens, above: Node, length: int) -> _Found:
         """Find the longest match below `above`, the end of a prefix of `length` tokens."""
-        assert len(tokens) % _TOKEN_BYTES == 0, f"{len(tokens)} bytes are not packed tokens"
-        limit = (len(tokens) - _TOKEN_BYTES) // self._page_bytes * self._page_bytes
-        node, end = self.trie.walk(above, tokens, length * _TOKEN_BYTES, limit)
+        node, end = self.trie.walk(above, tokens, length * _TOKEN_BYTES, _limit(tokens, self._page_bytes))
         known_length, was_evicted = end // _TOKEN_BYTES, False
         if node.has_ghosts:
             was_evicted = self.trie.was_evicted(node, bytes(tokens[end : end + self._page_bytes]))
@@ -300,10 +325,8 @@ class RadixTree:
             cut_by = "" if lost is None else lost or "+".join(self._spaces)
         return node, end // _TOKEN_BYTES, known_length, cut_by, was_evicted
 
-    def _settle(self, handle: PrefixHandle, found: _Found, *, now: int, claims: Claims) -> None:
-        """Move a handle to a search result, and count the use."""
-        is_counted = self._eviction is Eviction.LFU and found[1] > handle.length
-        node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
-        handle.move(node, now=now, claims=claims)
-        node.num_uses += is_counted
-        self._evictor.touch(node, claims, is_counted=is_counted)
+
+def _limit(tokens: PackedTokens, page_bytes: int) -> int:
+    """Bytes of a prompt that can be matched: whole pages, without the last token."""
+    assert len(tokens) % _TOKEN_BYTES == 0, f"{len(tokens)} bytes are not packed tokens"
+    return (len(tokens) - _TOKEN_BYTES) // page_bytes * page_bytes

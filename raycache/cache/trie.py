@@ -135,7 +135,7 @@ class Trie:
 
     def pages(self) -> PageIds:
         """All pages, in no particular order."""
-        return np.concatenate([np.empty(0, np.int32), *(node.pages for node in self.nodes())])
+        return np.concatenate([np.empty(0, np.intp), *(node.pages for node in self.nodes())])
 
     def check(self) -> None:
         """Assert that nodes and counts are consistent."""

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-PageIds = npt.NDArray[np.int32]
+PageIds = npt.NDArray[np.intp]
+"""Page ids in numpy's index type: any other would be converted at each use."""
 
 _TAKEN = -1
 _TAKEN_BYTES = np.intp(_TAKEN).tobytes()
@@ -31,14 +32,19 @@ class PageAllocator:
         assert num_pages >= 0, f"a pool cannot have {num_pages} pages"
         self.num_pages = num_pages
         self._num_taken = 0
-        # Both are intp, numpy's index type; other types would be converted at each use.
         self._stack = np.arange(num_pages)
-        self._slot_of = self._stack.copy()
+        # The second half stands for ids that are not of the pool, negative ones included: they never count as taken.
+        self._slot_of = np.concatenate((self._stack, self._stack))
 
     @property
     def num_free(self) -> int:
         """Number of free pages."""
         return self.num_pages - self._num_taken
+
+    @property
+    def taken(self) -> PageIds:
+        """Ids of the pages that are not free, ascending."""
+        return np.flatnonzero(self._slot_of == _TAKEN)
 
     def allocate(self, count: int) -> PageIds:
         """Take `count` pages, most recently freed first; num_free must suffice."""
@@ -46,27 +52,25 @@ class PageAllocator:
         pages = self._stack[self._num_taken : self._num_taken + count]
         self._slot_of[pages] = _TAKEN
         self._num_taken += count
-        return pages.astype(np.int32)
+        return pages.copy()
 
     def free(self, pages: PageIds) -> None:
-        """Return pages; asserts that none is free already or occurs twice in `pages`.
+        """Return pages; asserts that each is taken and occurs once in `pages`.
 
         Raises:
-            IndexError: a page id is outside the pool.
+            IndexError: a page id is far outside of the pool.
         """
         if not len(pages):
             return
         count, num_taken = len(pages), self._num_taken - len(pages)
         assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
-        assert pages.dtype == np.int32, f"page ids are int32, not {pages.dtype}"
-        # Through unsigned, so that negative ids are out of bounds instead of counting from the end.
-        index = pages.view(np.uint32).astype(np.intp)
+        assert pages.dtype == np.intp, f"page ids are intp, not {pages.dtype}"
         # Compared as bytes, which is faster than arrays. A page that occurs twice keeps the later slot.
-        assert self._slot_of[index].tobytes() == _TAKEN_BYTES * count, f"freed twice: {pages}"
+        assert self._slot_of[pages].tobytes() == _TAKEN_BYTES * count, f"freed twice, or not of the pool: {pages}"
         slots = np.arange(num_taken, self._num_taken)
-        self._slot_of[index] = slots
-        assert self._slot_of[index].tobytes() == slots.tobytes(), f"a page is twice in one free: {pages}"
-        self._stack[num_taken : self._num_taken] = index
+        self._slot_of[pages] = slots
+        assert self._slot_of[pages].tobytes() == slots.tobytes(), f"a page is twice in one free: {pages}"
+        self._stack[num_taken : self._num_taken] = pages
         self._num_taken = num_taken
 
     def check(self, *, in_use: PageIds, cached: PageIds) -> None:
@@ -74,7 +78,7 @@ class PageAllocator:
         free = self._stack[self._num_taken :]
         slots = np.arange(self._num_taken, self.num_pages)
         assert np.array_equal(self._slot_of[free], slots), "the stack and its inverse disagree"
-        assert np.count_nonzero(self._slot_of != _TAKEN) == self.num_free, "a taken page has a place on the stack"
+        assert self.num_pages - len(self.taken) == self.num_free, "a taken page has a place on the stack"
         places = np.bincount(np.concatenate((free, in_use, cached)), minlength=self.num_pages)
         assert len(places) == self.num_pages, f"a page id is beyond the pool of {self.num_pages} pages"
         assert (places >= 1).all(), f"lost pages: {np.flatnonzero(places == 0)}"

@@ -21,7 +21,7 @@ def cache(
 ) -> PrefixHandle:
     use = dict(now=now, priority=priority, until_s=until_s)
     handle = tree.match(packed([*tokens, 0]), **use)
-    tree.extend(handle, packed(tokens), np.array(pages, np.int32), **use)
+    tree.extend(handle, packed(tokens), np.array(pages, np.intp), **use)
     return handle
 
 
@@ -124,9 +124,9 @@ def test_what_leaves_is_seen_before_it_does() -> None:
         on_leave=lambda leaving: seen.append((leaving, [point.parts["state"][0] for point in dropped])),
     )
     handle = tree.match(packed(range(13)), now=0, root=b"salt")
-    tree.extend(handle, packed(range(4)), np.array([0], np.int32), now=0)
+    tree.extend(handle, packed(range(4)), np.array([0], np.intp), now=0)
     assert tree.keep(handle, RestorePoint(4, {"state": (7,)}))
-    tree.extend(handle, packed(range(12)), np.array([1, 2], np.int32), now=0)
+    tree.extend(handle, packed(range(12)), np.array([1, 2], np.intp), now=0)
     assert tree.keep(handle, RestorePoint(12, {"state": (8,)}))
     handle.release()
     assert tree.evict_point("state")
@@ -195,7 +195,7 @@ def test_restore_points_go_in_the_order_of_the_policy(eviction: Eviction, seed: 
             _, matches, claims = points[handle.parts["state"][0]]
             points[handle.parts["state"][0]] = (step, [*matches, step], [*claims, claim])
         else:
-            tree.extend(handle, packed(prompt), np.array([step], np.int32), **use)
+            tree.extend(handle, packed(prompt), np.array([step], np.intp), **use)
             assert tree.keep(handle, RestorePoint(S, {"state": (next_id,)}))
             points[next_id] = (step, [], [claim])
             next_id += 1

@@ -60,7 +60,7 @@ class Pages:
         self.point = RestorePoint(num_pages * SIZE, {"state": (3,)}) if has_point else None
 
     def take(self, first: int) -> np.ndarray:
-        return np.arange(first, self._num_pages, dtype=np.int32)
+        return np.arange(first, self._num_pages, dtype=np.intp)
 
 
 class Alone:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from raycache.memory.pages import PageAllocator
 
-NONE = np.empty(0, np.int32)
+NONE = np.empty(0, np.intp)
 
 
 def test_a_fresh_pool_hands_out_ascending_contiguous_pages() -> None:
@@ -13,7 +13,7 @@ def test_a_fresh_pool_hands_out_ascending_contiguous_pages() -> None:
     first, second = pool.allocate(3), pool.allocate(2)
     assert first.tolist() == [0, 1, 2]
     assert second.tolist() == [3, 4]
-    assert first.dtype == np.int32
+    assert first.dtype == np.intp
     assert pool.num_free == 3
     pool.check(in_use=np.concatenate((first, second)), cached=NONE)
 
@@ -35,13 +35,21 @@ def test_allocating_more_than_is_free_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("pages", "message"),
-    [([3], "freed twice"), ([0, 0], "twice in one free"), ([-1], "out of bounds"), ([0, 1, 2], "only 2 are taken")],
+    [
+        ([3], "freed twice"),
+        ([0, 0], "twice in one free"),
+        ([-1], "not of the pool"),
+        ([-4], "not of the pool"),
+        ([4], "not of the pool"),
+        ([8], "out of bounds"),
+        ([0, 1, 2], "only 2 are taken"),
+    ],
 )
 def test_a_wrong_free_is_refused(pages: list[int], message: str) -> None:
     pool = PageAllocator(4)
     pool.allocate(2)
     with pytest.raises((AssertionError, IndexError), match=message):
-        pool.free(np.array(pages, np.int32))
+        pool.free(np.array(pages, np.intp))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,7 @@ def test_check_finds_lost_and_doubly_held_pages(in_use: list[int], cached: list[
     pool = PageAllocator(4)
     pool.allocate(2)
     with pytest.raises(AssertionError, match=message):
-        pool.check(in_use=np.array(in_use, np.int32), cached=np.array(cached, np.int32))
+        pool.check(in_use=np.array(in_use, np.intp), cached=np.array(cached, np.intp))
 
 
 @given(st.lists(st.integers(0, 12), max_size=40))
@@ -65,6 +73,6 @@ def test_free_and_taken_pages_balance_after_any_history(counts: list[int]) -> No
             taken.update(pages.tolist())
         back = sorted(taken, key=lambda page: hash((page, count)))[: count // 2]
         taken.difference_update(back)
-        pool.free(np.array(back, np.int32))
-        pool.check(in_use=np.array(sorted(taken), np.int32), cached=NONE)
+        pool.free(np.array(back, np.intp))
+        pool.check(in_use=np.array(sorted(taken), np.intp), cached=NONE)
         assert pool.num_free == 32 - len(taken)

@@ -30,7 +30,7 @@ def put(tree: RadixTree, prompt: _Prompt, *, now: int) -> None:
     missing = len(pages) - handle.length // S
     if missing:
         first = 100 * now  # ids that nothing else has
-        tree.extend(handle, tokens, np.arange(first, first + missing, dtype=np.int32), now=now)
+        tree.extend(handle, tokens, np.arange(first, first + missing, dtype=np.intp), now=now)
     handle.release()
 
 

@@ -13,7 +13,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def page_ids(*pages: int) -> np.ndarray:
-    return np.array(pages, np.int32)
+    return np.array(pages, np.intp)
 
 
 def cache(tree: RadixTree, tokens: Sequence[int], pages: Sequence[int], *, now: int = 0) -> PrefixHandle:
@@ -38,7 +38,7 @@ def test_a_match_is_the_longest_cached_prefix_in_whole_pages() -> None:
     handle = tree.match(packed([*range(10), 99, 99, 99]), now=1)
     assert handle.length == 8
     assert handle.pages.tolist() == [5, 6]
-    assert handle.pages.dtype == np.int32
+    assert handle.pages.dtype == np.intp
     tree.check()
 
 
@@ -257,7 +257,7 @@ def test_a_long_run_is_matched_to_the_page(num_pages: int) -> None:
     tree, rng = RadixTree(64), np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, 10_000 * 64, dtype=np.int32)
     handle = tree.match(tokens.tobytes(), now=0)
-    tree.extend(handle, tokens.tobytes(), np.arange(10_000, dtype=np.int32), now=0)
+    tree.extend(handle, tokens.tobytes(), np.arange(10_000, dtype=np.intp), now=0)
     tokens[num_pages * 64 + 63] += 1  # the last token of the first page that differs
     other = tree.match(tokens.tobytes(), now=1)
     assert other.length == num_pages * 64
@@ -313,6 +313,7 @@ def test_a_handle_is_lengthened_over_pages_behind_the_last_restore_point() -> No
     cache(tree, range(12), [0, 1, 2]).release()
     handle = tree.match(packed(range(13)), now=1)
     assert (handle.length, handle.known_length, handle.cut_by) == (0, 12, "state")
+    assert tree.match_lengths(packed(range(13)), now=1) == (0, 12)
     tree.lengthen(handle, packed(range(13)), limit=8, now=1)
     assert (handle.length, handle.known_length, handle.pages.tolist()) == (8, 12, [0, 1])
     assert tree.evict(9).tolist() == [2]

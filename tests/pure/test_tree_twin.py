@@ -19,7 +19,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def page_ids(*pages: int) -> np.ndarray:
-    return np.array(pages, np.int32)
+    return np.array(pages, np.intp)
 
 
 Position = tuple[bytes, tuple[int, ...]]  # a root, and a prefix of whole pages
@@ -97,9 +97,17 @@ class TreeAgainstDict(RuleBasedStateMachine):
         self.requests.append(request)
         assert handle.length == self._cached_len(root, tokens)
         assert handle.root == root
-        self._use(request, is_match=handle.length > 0)
+        self._use(request.positions, claim, is_match=handle.length > 0)
         self._check_reason(request)
         return request
+
+    @rule(tokens=token_lists, root=roots, priority=priorities, ttl_s=times_to_live)
+    def match_lengths(self, tokens: list[int], root: bytes, priority: int, ttl_s: float) -> None:
+        self.now += 1
+        claim, length = self._claim(priority, ttl_s), self._cached_len(root, tokens)
+        lengths = self.tree.match_lengths(packed(tokens), now=self.now, root=root, priority=claim[0], until_s=claim[1])
+        assert lengths == (length, length)
+        self._use(positions(root, tokens[:length]), claim, is_match=length > 0)
 
     @rule(request=running, more=token_lists, priority=priorities, ttl_s=times_to_live)
     def rematch(self, request: Running, more: list[int], priority: int, ttl_s: float) -> None:
@@ -109,7 +117,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
         kwargs = dict(priority=request.claim[0], until_s=request.claim[1])
         self.tree.rematch(request.handle, packed(request.tokens), now=self.now, **kwargs)
         assert request.handle.length == max(before, self._cached_len(request.root, request.tokens))
-        self._use(request, is_match=request.handle.length > before)
+        self._use(request.positions, request.claim, is_match=request.handle.length > before)
         self._check_reason(request)
 
     @rule(request=running, more=token_lists)
@@ -120,7 +128,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
         self.tree.lengthen(request.handle, packed(request.tokens), limit=limit, now=self.now)
         known = [position for position in positions(request.root, request.tokens) if position in self.page_of]
         assert request.positions == known
-        self._use(request)
+        self._use(request.positions, request.claim)
 
     @rule(target=running, request=running)
     def clone(self, request: Running) -> Running:
@@ -149,7 +157,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
                 self.evicted.discard(position)
             else:
                 request.duplicates.append(int(page))
-        self._use(request)
+        self._use(request.positions, request.claim)
 
     @rule(request=consumes(running))
     def release(self, request: Running) -> None:
@@ -220,12 +228,12 @@ class TreeAgainstDict(RuleBasedStateMachine):
     def _locked(self) -> set[Position]:
         return {position for request in self.requests for position in request.positions}
 
-    def _use(self, request: Running, *, is_match: bool = False) -> None:
-        for position in request.positions:
+    def _use(self, used: list[Position], claim: tuple[int, float], *, is_match: bool = False) -> None:
+        for position in used:
             use = self.uses[position]
             use.last = self.now
             use.num_matches += is_match
-            use.claims.add(request.claim)
+            use.claims.add(claim)
 
     def _check_reason(self, request: Running) -> None:
         end = request.handle.known_length + PAGE
@@ -286,7 +294,7 @@ def test_a_long_random_life_agrees_with_the_dict(machine: type[TreeAgainstDict],
         if not life.requests or (len(life.requests) < 6 and draw(0, 0, 1)):
             life.start(tokens(), root=[b"", b"", b"salt"][random.integers(3)], **claim)
         request = life.requests[random.integers(len(life.requests))]
-        match random.integers(12):
+        match random.integers(13):
             case 0:
                 life.rematch(request, tokens(), **claim)
             case 1:
@@ -305,6 +313,8 @@ def test_a_long_random_life_agrees_with_the_dict(machine: type[TreeAgainstDict],
                 life.discard(tokens(), root=[b"", b"salt"][random.integers(2)], first_page=random.integers(4))
             case 11 if draw(0, 0, 0, 0, 0, 0, 0, 1):
                 life.clear()
+            case 12:
+                life.match_lengths(tokens(), root=[b"", b"salt"][random.integers(2)], **claim)
         life.pages_balance()
         life.tree_and_dict_agree()
         life.keys_are_equal_where_positions_are()

@@ -42,7 +42,7 @@ def packed(tokens: list[int]) -> bytes:
 
 
 def page_ids(ids: list[int]) -> np.ndarray:
-    return np.asarray(ids, np.int32)
+    return np.asarray(ids, np.intp)
 
 
 class Host:
