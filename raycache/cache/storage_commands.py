@@ -185,9 +185,9 @@ class StorageCommand:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StorageResult:
-    """Result of a command. Do not modify it, as `StorageCommand`.
+    """Result of a command; its fields are final as those of `StorageCommand`.
 
     Attributes:
         number, kind, owner: copied from the command.
@@ -201,17 +201,17 @@ class StorageResult:
         error: readable reason why it was not done.
     """
 
-    number: int
-    kind: CommandKind
-    owner: str
-    outcome: Outcome
-    found: Found = NOTHING_FOUND
-    listed: Listed = NOTHING_LISTED
-    fetches: tuple[Fetch, ...] = ()
-    stored: bytes = b""
-    seconds: float = 0.0
-    num_bytes: int = 0
-    error: str = ""
+    number: Final[int]
+    kind: Final[CommandKind]
+    owner: Final[str]
+    outcome: Final[Outcome]
+    found: Final[Found] = NOTHING_FOUND
+    listed: Final[Listed] = NOTHING_LISTED
+    fetches: Final[tuple[Fetch, ...]] = ()
+    stored: Final[bytes] = b""
+    seconds: Final[float] = 0.0
+    num_bytes: Final[int] = 0
+    error: Final[str] = ""
 
 
 class StorageWorkers(Protocol):
