@@ -134,7 +134,8 @@ def _right(options: argparse.Namespace) -> dict[str, Any]:
     codes = collections.Counter(run["exit_code"] for run in runs)
     print(
         f"{len(runs)} runs: {codes[0]} right, {codes[1]} called faulty, {codes[2]} could not be tested; "
-        f"{found['compared']} answers compared, {found['over']} above the lower threshold; "
+        f"{found['compared']} answers compared, {found['hits']} of them hits with {found['cached_tokens']:,} cached "
+        f"tokens, {found['over']} above the lower threshold; "
         f"largest change {found['closest']:.0%} of the upper threshold"
     )
     by_scenario = sum((collections.Counter(run["scenarios"]) for run in runs), collections.Counter[str]())
@@ -186,7 +187,7 @@ def _measured(
     return {
         "exit_code": int(bool(unserved) or any(run["exit_code"] == 1 for run in runs)),
         "runs": runs,
-        **{name: sum(run[name] for run in runs) for name in ("compared", "hits", "over")},
+        **{name: sum(run[name] for run in runs) for name in ("compared", "hits", "cached_tokens", "over")},
         "closest": max((run["closest"] for run in runs), default=0.0),
         "said": sorted({run["said"] for run in runs if run["said"]}),
         "cached_by_tier": tiers,
@@ -230,6 +231,7 @@ def _figures(result: Result, seed: int) -> dict[str, Any]:
         "requests": result.requests,
         "compared": len(result.comparisons),
         "hits": sum(one.is_hit for one in result.comparisons),
+        "cached_tokens": sum(one.observed.cached_tokens or 0 for one in result.comparisons),
         "scenarios": {name: row["comparisons"] for name, row in figures(result).items() if row["comparisons"]},
         "over": 0 if noise is None else sum(change > noise.some for change in changes),
         "closest": max(changes, default=0.0) / noise.gross if noise is not None else 0.0,

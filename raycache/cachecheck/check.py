@@ -287,6 +287,15 @@ def figures(result: Result) -> dict[str, dict[str, Any]]:
             "texts_differ": sum(one.difference.diverged_at is not None for one in found),
             "largest_nats": max(nats, default=None),
             "faults": sum(fault.scenario == name for fault in result.faults),
-            "skipped": result.skipped.get(name, ""),
+            "skipped": result.skipped.get(name, "") if found or name in result.skipped else _why_empty(name, result),
         }
     return rows
+
+
+def _why_empty(name: str, result: Result) -> str:
+    """Why a scenario that was asked for has compared nothing."""
+    if any(refusal.startswith(f"{name}: ") for refusal in result.refused):
+        return "the server refused a request"
+    if result.requests >= result.options.budget:
+        return "no requests were left"
+    return "a fault was found before" if result.faults else "nothing could be compared"

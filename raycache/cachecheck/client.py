@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -90,18 +90,21 @@ class Client:
         return self.budget - self.sent
 
     async def get(self, path: str) -> Any:
-        """JSON of a path, or None where the server has none.
+        """JSON of a path, or None where the server has none. A busy server is asked again.
 
         Raises:
-            CannotTestError: the server does not respond.
+            CannotTestError: the server does not respond, or stays busy, as one does that loads its model.
         """
         try:
-            response = await self._http.get(self._root + path)
+            response = await self._patiently(lambda: self._http.get(self._root + path))
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as cause:
+            raise CannotTestError(f"{self._root} does not respond: {cause or type(cause).__name__}") from cause
+        if response.status_code in _BUSY:
+            raise CannotTestError(f"{path} is refused with HTTP {response.status_code}: {_reason(response)}")
+        try:
             return response.json() if response.is_success else None
         except ValueError:
             return None
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as cause:
-            raise CannotTestError(f"{self._root} does not respond: {cause or type(cause).__name__}") from cause
 
     async def command(self, path: str) -> bool:
         """POST an empty object; whether the server carried it out."""
@@ -119,15 +122,17 @@ class Client:
             CannotTestError: the connection failed.
         """
         number = self._count()
-        for retry in range(_RETRIES + 1):
+        start = self._connection.clock()
+
+        async def post() -> httpx2.Response:
+            nonlocal start
             start = self._connection.clock()
-            try:
-                response = await self._http.post(self._root + path, json=body)
-            except httpx2.HTTPError as cause:
-                raise CannotTestError(f"request {number} failed: {cause or type(cause).__name__}") from cause
-            if response.status_code not in _BUSY or retry == _RETRIES:
-                break
-            await self._connection.sleep(2.0**retry)
+            return await self._http.post(self._root + path, json=body)
+
+        try:
+            response = await self._patiently(post)
+        except httpx2.HTTPError as cause:
+            raise CannotTestError(f"request {number} failed: {cause or type(cause).__name__}") from cause
         seconds = self._connection.clock() - start
         if not response.is_success:
             raise RefusedError(f"HTTP {response.status_code}: {_reason(response)}")
@@ -159,6 +164,15 @@ class Client:
                         return
         except httpx2.HTTPError as cause:
             raise CannotTestError(f"request {number} failed: {cause or type(cause).__name__}") from cause
+
+    async def _patiently(self, send: Callable[[], Awaitable[httpx2.Response]]) -> httpx2.Response:
+        """Send a request, and again after a while as long as the server is busy."""
+        for retry in range(_RETRIES):
+            response = await send()
+            if response.status_code not in _BUSY:
+                return response
+            await self._connection.sleep(2.0**retry)
+        return await send()
 
     def _count(self) -> int:
         if self.left <= 0:

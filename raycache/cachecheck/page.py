@@ -58,8 +58,8 @@ def _body(result: Result) -> Iterator[str]:
     yield "<th>texts differ</th><th>largest change, nats</th><th>faults</th></tr></thead><tbody>"
     for name, row in figures(result).items():
         yield f"<tr><td>{escape(name)}</td>"
-        if row["skipped"] or not row["comparisons"]:
-            why = f"skipped: {row['skipped']}" if row["skipped"] else "not run"
+        if row["skipped"]:
+            why = f"skipped: {row['skipped']}"
             yield f'<td colspan="5">{escape(why)}</td></tr>'
             continue
         largest = "" if row["largest_nats"] is None else f"{row['largest_nats']:.3g}"

@@ -48,8 +48,8 @@ def _table(result: Result) -> list[str]:
         if row["skipped"] == "not asked for":
             continue
         fault_note = "  FAULT" if row["faults"] else ""
-        if row["skipped"] or not row["comparisons"]:
-            lines.append(f"{name:10} {'skipped: ' + row['skipped'] if row['skipped'] else 'not run'}{fault_note}")
+        if row["skipped"]:
+            lines.append(f"{name:10} skipped: {row['skipped']}{fault_note}")
             continue
         largest = "-" if row["largest_nats"] is None else f"{row['largest_nats']:.3g}"
         lines.append(

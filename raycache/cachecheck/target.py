@@ -129,8 +129,9 @@ class Probe:
             raise CannotTestError("the server lists no model at /v1/models; name it with --model")
         name = self._model or str(entries[0]["id"])
         entry = next((one for one in entries if one["id"] == name), {})
-        context = entry.get("max_model_len") or entry.get("context_length") or 0
-        return Target(name, context=int(context))
+        # Of vLLM and RayCache; others; one slot of llama.cpp's server.
+        context = entry.get("max_model_len") or entry.get("context_length") or (entry.get("meta") or {}).get("n_ctx")
+        return Target(name, context=int(context or 0))
 
     async def _formed(self, target: Target) -> Target:
         """Find the APIs, and how they are asked for log-probabilities."""
@@ -182,7 +183,10 @@ class Probe:
                 break
             self._writer.num_records = min(longer, _MAX_RECORDS)
         if again.cached_tokens is None:
-            note = "the server does not tell how many tokens were cached, so repeated prompts are taken for hits"
+            note = (
+                "the server does not tell how many tokens were cached (vLLM does with --enable-prompt-tokens-details), "
+                "so repeated prompts are taken for hits"
+            )
             return replace(target, notes=(*target.notes, note))
         raise CannotTestError(
             f"a repeated prompt of {again.prompt_tokens} tokens had no cached tokens: the server has no prefix cache, "

@@ -219,6 +219,9 @@ class CachedServer:
         cold_field: by which a request is cold: "cache_salt", "cache_prompt" as in llama.cpp's server, or none.
         model: its name.
         honours_salts: whether salts that it takes divide the cache.
+    Attributes:
+        listed: fields of its entry in the list of models.
+        loading: requests for this list that it refuses at first, as its model is loading.
     """
 
     def __init__(
@@ -234,6 +237,8 @@ class CachedServer:
         model: str = "tiny",
     ) -> None:
         self._name = model
+        self.listed: dict[str, Any] = {"max_model_len": 8192}
+        self.loading = 0
         self._model, self._cache, self._fault = Model(), Cache(pages=pages, fault=fault), fault
         self._has_logprobs, self._has_usage, self._cold_field = has_logprobs, has_usage, cold_field
         self._honours_salts = honours_salts
@@ -251,7 +256,10 @@ class CachedServer:
         )
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": self._name, "max_model_len": 8192}]})
+        self.loading -= 1
+        if self.loading >= 0:
+            return JSONResponse({"error": {"message": "Loading model"}}, 503)
+        return JSONResponse({"data": [{"id": self._name, **self.listed}]})
 
     async def _reset(self, request: Request) -> Response:
         self._cache.clear()

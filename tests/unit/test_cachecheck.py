@@ -109,6 +109,36 @@ def test_where_requests_can_turn_the_cache_off_they_do() -> None:
     assert result.exit_code == 2 and "try --cold line" in as_text(result)
 
 
+def test_prompts_fit_into_the_context_of_a_slot() -> None:
+    server = CachedServer(cold_field="cache_prompt")
+    server.listed = {"meta": {"n_ctx": 1200}}
+    result = run(server, prompt_tokens=600, budget=100)
+    assert result.target is not None and result.target.context == 1200
+    lengths = [one.observed.prompt_tokens or 0 for one in result.comparisons]
+    assert 100 < max(lengths) < 1200 and not result.refused
+
+
+def test_a_server_that_is_loading_its_model_is_asked_again() -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    for loading, code in ((2, 0), (9, 2)):
+        server = CachedServer()
+        server.loading = loading
+        connection = Connection(
+            "http://127.0.0.1", transport=httpx2.ASGITransport(server.app), clock=server.clock, sleep=sleep
+        )
+        result = asyncio.run(check(connection, Options(budget=150, prompt_tokens=60, output_tokens=6)))
+        assert result.exit_code == code, as_text(result)
+    assert "503: Loading model" in result.untested and waited == [1, 2, 1, 2, 4, 8]
+
+
+def test_a_scenario_that_the_budget_left_out_says_so() -> None:
+    assert "skipped: no requests were left" in as_text(run(CachedServer(), budget=100))
+
+
 def test_salts_that_are_promised_and_not_honoured_are_a_fault() -> None:
     # The server refuses unknown fields but takes cache_salt, so it knows the field.
     result = run(CachedServer(honours_salts=False), budget=150)
