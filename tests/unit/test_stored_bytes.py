@@ -7,6 +7,8 @@ from array import array
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from raycache.cache.catalog import Catalog
 from raycache.cache.keys import Identity, PageChain, object_keys, row_format, tag_of
 from raycache.host.spec import HostSpec
@@ -102,8 +104,8 @@ def test_the_catalog() -> None:
     widths = {"window": 3, "state": 1}
     memory = bytearray(Catalog.num_bytes(**facts, part_widths=widths))  # type: ignore[arg-type]
     catalog = Catalog(memoryview(memory), **facts, part_widths=widths)  # type: ignore[arg-type]
-    ids = array("i", [4, 2, 7, 1, 0])
-    catalog.add_pages(ids, digests=b"".join(page_digests()), tokens=TOKENS, parent=-1, seed=IDENTITY.seed())  # type: ignore[arg-type]
+    ids = np.array([4, 2, 7, 1, 0])
+    catalog.add_pages(ids, digests=b"".join(page_digests()), tokens=TOKENS, parent=-1, seed=IDENTITY.seed())
     catalog.add_point(7, {"window": (3, 1), "state": (2,)})
     assert digest(memory) == "197dff98a5462224"
 
