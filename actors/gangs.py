@@ -34,6 +34,7 @@ _SPARES_AFTER_S = 3.0
 requests waited for it."""
 _CHECK_SPARES_S = 5.0
 """How often to look for ranks that stand by and have died; twice as long after each time that there were some."""
+_MOST_CHECK_S = 300.0
 _JOIN_S = 5.0
 """How long to wait for ranks to end after their last plan."""
 
@@ -160,8 +161,9 @@ class Gangs:
                 self._check_s, self._checked_s = _CHECK_SPARES_S, now_s
         elif now_s - self._checked_s > self._check_s:
             self._checked_s = now_s
-            if self._ranks.replace_lost(waits=False):
-                self._check_s *= 2  # whatever ends them may do so again
+            is_lost = self._ranks.replace_lost(waits=False)
+            # Whatever ends them may do so again.
+            self._check_s = min(2 * self._check_s, _MOST_CHECK_S) if is_lost else _CHECK_SPARES_S
 
     def _wait_for_arenas(self) -> None:
         """Wait for ranks of a lost gang that may still be writing to an arena."""
@@ -186,9 +188,7 @@ class Gangs:
             self._ranks.replace_lost(waits=True)
         # Neither the pool nor the form of the weights may change under requests that were accepted for them.
         weights = "stored" if lost.deployment.config.weights == "auto" else lost.deployment.config.weights
-        config = replace(
-            lost.deployment.config, num_pages=lost.num_pages, weights=weights, peer_memory=self._config.peer_memory
-        )
+        config = replace(lost.deployment.config, num_pages=lost.num_pages, weights=weights)
         deployment = replace(lost.deployment, config=config)
         while self._losses < _MAX_REBUILDS:
             self._losses += 1

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from raycache.parallel.board import AckBoard
 
 _log = logging.getLogger(__name__)
-_PROBE_S = 2.0
-"""How long a rank that stands by may take to respond."""
+_PROBE_S = 10.0
+"""How long a rank that stands by may take to respond; an import in one of its threads can hold it up for seconds."""
 
 
 class Ranks:
@@ -43,6 +43,8 @@ class Ranks:
         replica: whose ranks they are.
         on_progress: called while the gang starts; an exception from it aborts the start.
         gpus: of each rank of the running gang that these stand by for; empty: Ray gives them their own.
+    Attributes:
+        ready: ranks that stand by and have responded since they started.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Ranks:
         self._running: list[Any] = []
         self._actors = [self._new_actor(rank) for rank in range(config.world_size)]
         self._probes: dict[int, tuple[Any, float]] = {}  # rank -> unanswered call, and since when
-        self._ready: set[int] = set()
+        self.ready: set[int] = set()
 
     def _new_actor(self, rank: int) -> Any:
         options = self._placement.options(rank, stands_by=bool(self._gpus))
@@ -85,23 +87,25 @@ class Ranks:
             _log.warning("rank %d that stood by is replaced: %s", rank, how)
             ray.kill(self._actors[rank])
             self._actors[rank] = self._new_actor(rank)
-            self._ready.discard(rank)
+            self.ready.discard(rank)
         return bool(lost)
 
     def _lost(self, *, timeout_s: float) -> dict[int, str]:
         """Those that have died, or have not responded in time: rank -> cause."""
         if not self._probes:
             return {}
+        if ready := [ref for rank, (ref, _) in self._probes.items() if rank in self.ready]:
+            ray.wait(ready, num_returns=len(ready), timeout=timeout_s)
         refs = [ref for ref, _ in self._probes.values()]
-        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         found = {}
         for rank, (ref, since_s) in self._probes.items():
             if ref in ended:
                 found[rank] = _how(ref)
-            elif rank in self._ready and (timeout_s or time.monotonic() - since_s > _PROBE_S):  # others still import
+            elif rank in self.ready and time.monotonic() - since_s >= _PROBE_S:  # others still import
                 found[rank] = f"it has not responded for {_PROBE_S:.0f} s"
         self._probes = {rank: probe for rank, probe in self._probes.items() if rank not in found}
-        self._ready |= {rank for rank, how in found.items() if not how}
+        self.ready |= {rank for rank, how in found.items() if not how}
         return {rank: how for rank, how in found.items() if how}
 
     def where(self) -> list[dict[str, Any]]:

@@ -70,8 +70,7 @@ class Evictor:
         """Count a match that ends at a node; `is_longer`: it found more than the handle covered before."""
         is_counted = is_longer and self._counts_matches
         node.num_uses += is_counted
-        if node.point is not None:
-            self.touch(node, claims, is_counted=is_counted)
+        self.touch(node, claims, is_counted=is_counted)
 
     def touch(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
         """Count a use of the restore point at the end of a node, if there is one."""

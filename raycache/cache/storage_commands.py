@@ -139,7 +139,7 @@ class Listed(NamedTuple):
 NOTHING_LISTED = Listed()
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class StorageCommand:
     """One command to the storage tier.
 
@@ -185,9 +185,9 @@ class StorageCommand:
         )
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class StorageResult:
-    """Result of a command; its fields are final as those of `StorageCommand`.
+    """Result of a command. Fields are final for the type checker only, as in `StorageCommand`.
 
     Attributes:
         number, kind, owner: copied from the command.

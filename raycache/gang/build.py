@@ -146,13 +146,13 @@ def _warn(deployment: Deployment, sizes: Mapping[str, Mapping[str, int]]) -> Non
             config.max_running,
         )
     device, host = (sizes[tier][FULL] * config.page_size if tier in sizes else 0 for tier in ("device", "host"))
-    if 0 < host <= device and config.write_policy != "write_back" and config.storage == "none":
+    if 0 < host <= device and config.write_policy == "write_through" and config.storage == "none":
         _log.warning(
-            "the host tier has room for %d tokens and the device for %d: with write_policy=%s the host has the same "
-            "prefixes as the device, and few others; use write_policy=write_back, or a larger host_memory",
+            "the host tier has room for %d tokens and the device for %d: with write_policy=write_through it holds what "
+            "the device holds, and serves only after a rank or the engine is lost. A larger host_memory adds room, as "
+            "does write_policy=write_back, but then the prefixes on the device are lost with its process",
             host,
             device,
-            config.write_policy,
         )
     if deployment.model.doubt:
         _log.warning("%s", deployment.model.doubt)

@@ -33,7 +33,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self._num_taken = 0
         self._stack = np.arange(num_pages)
-        # The second half stands for ids that are not of the pool, negative ones included: they never count as taken.
+        # The second half is for ids up to twice the size of the pool, and down to minus it: they never count as taken.
         self._slot_of = np.concatenate((self._stack, self._stack))
 
     @property
@@ -58,7 +58,7 @@ class PageAllocator:
         """Return pages; asserts that each is taken and occurs once in `pages`.
 
         Raises:
-            IndexError: a page id is far outside of the pool.
+            IndexError: a page id is at least twice the size of the pool.
         """
         if not len(pages):
             return

@@ -35,7 +35,21 @@ def reporting_lost_peers(ctx: ParallelContext) -> Iterator[None]:
             raise
         # A fault of a kernel of this rank can have the same text: whoever looks for one must find it in the log.
         _log.warning("rank %d (%s) has waited for a peer in vain: %s", ctx.rank, ctx.coords, cause)
-        raise RankLostError(-1, f"a peer of rank {ctx.rank}", -1, "a kernel has waited for it in vain") from cause
+        raise RankLostError(
+            -1, f"a peer of rank {ctx.rank}", -1, "a kernel of peer memory waited for a peer in vain"
+        ) from cause
+
+
+@contextmanager
+def logging_errors_of_gpu(has_failed: bool) -> Iterator[None]:
+    """Log errors instead of raising them if something has failed before: after a trap every call of CUDA fails, and the
+    first error is the one to report."""
+    try:
+        yield
+    except RuntimeError as cause:
+        if not has_failed:
+            raise
+        _log.warning("could not release everything: %s", cause)
 
 
 def _has_trapped(error: RuntimeError, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs do not export the stores
 
+from raycache.errors import RankLostError
 from raycache.parallel.collectives import Started, TorchGroup
 from raycache.parallel.peer_memory import PeerMemory
 
@@ -104,6 +105,8 @@ def with_peers(
         name: unique in this process.
         store: of the group.
         limit_s: how long members wait for each other.
+    Raises:
+        RankLostError: a member did not exchange tensors in time.
     """
     memory, problem = None, ""
     try:
@@ -115,7 +118,10 @@ def with_peers(
     if _all(group, memory is not None, device) and memory is not None:
         problem = _map(memory, timeout_s=limit_s / 2)
         if _all(group, not problem, device):
-            return _checked(group, PeerGroup(backend, memory, most_bytes=_SIZES[-1]), name=name)
+            try:
+                return _checked(group, PeerGroup(backend, memory, most_bytes=_SIZES[-1]), name=name)
+            except RuntimeError as cause:  # a kernel has waited for another member in vain
+                raise RankLostError(-1, name, -1, _first_line(cause)) from cause
     return _without(group, name, problem or "another member cannot map the memory of its peers")
 
 

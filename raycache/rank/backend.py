@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
+from importlib import import_module
 
 import torch
 
@@ -45,13 +46,14 @@ def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBac
 def import_kernels() -> None:
     """Import FlashInfer and Triton, which takes seconds, before the first kernel is needed.
 
-    Errors of FlashInfer's import are those of `choose_backend`.
+    Failures are ignored here; `choose_backend` reports them.
     """
-    with suppress(ImportError):
+    with suppress(ImportError, OSError, RuntimeError):
+        import_module("flashinfer")
+    with suppress(ImportError, OSError, RuntimeError):
         from triton.runtime.cache import triton_key
 
         triton_key()  # reads all files of Triton, once per process
-    package_obstacle()
 
 
 def device_obstacle(device: torch.device, dtype: torch.dtype) -> str:

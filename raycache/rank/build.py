@@ -30,7 +30,7 @@ from raycache.memory.mover import LaneName, Mover
 from raycache.models.base import Model
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import Lane
-from raycache.parallel.lost_peers import reporting_lost_peers
+from raycache.parallel.lost_peers import logging_errors_of_gpu, reporting_lost_peers
 from raycache.rank.backend import choose_backend
 from raycache.rank.compilations import warn_of_compilers
 from raycache.rank.drafter import Drafter, DraftGraphs
@@ -135,8 +135,9 @@ class LoadedRank:
                 if warms_up:
                     warm_up(rank, self.deployment)
         except BaseException:  # an interrupt, too: the host tier would stay pinned in this process
-            if mover is not None:
-                mover.close()
+            with logging_errors_of_gpu(True):
+                if mover is not None:
+                    mover.close()
             raise
         member.phases.end("warm-up")
         if member.ctx.device.type == "cuda":

@@ -212,7 +212,7 @@ class RecordedPieces:
         torch.cat([found, self._zeros[key][: len(out) - len(found)]], out=out)
 
     def _tried(self, trials: Sequence[StepInputs]) -> list[_Tried]:
-        """Run the steps that launching takes as long as computing; of longer ones, those that it takes to find this."""
+        """Run all steps that are bound by launches, and of the longer ones those that bisection tries."""
         tried: dict[int, _Tried] = {}
         low, high = 0, len(trials)  # those before `low` are bound by launches, those from `high` on are not
         while low < high:

@@ -8,7 +8,7 @@ from collections import deque
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.errors import RankLostError
 from raycache.parallel.board import Lane
-from raycache.parallel.lost_peers import reporting_lost_peers
+from raycache.parallel.lost_peers import logging_errors_of_gpu, reporting_lost_peers
 from raycache.rank.member import Member
 from raycache.rank.pending_result import PendingResult
 from raycache.rank.rank import Rank
@@ -38,7 +38,8 @@ def run(rank: Rank, member: Member) -> None:
         raise
     finally:
         member.ctx.close()  # ranks waiting for this one fail now instead of timing out
-        rank.close()
+        with logging_errors_of_gpu(has_lost):
+            rank.close()
         if member.sender is not None:
             member.sender.close(has_lost=has_lost)
 

@@ -33,7 +33,7 @@ def spares(cluster: Cluster, model: Path) -> Iterator[Ranks]:
         gpus=[Gpus(), Gpus()],
     )
     until(lambda: len(spare_ranks()) == 2)
-    assert not ranks.replace_lost(waits=True)
+    until(lambda: not ranks.replace_lost(waits=False) and ranks.ready == {0, 1})
     yield ranks
     ranks.end()
     placement.remove()
@@ -49,16 +49,14 @@ def until(is_true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_ones_are_replaced_before_they_are_used(spares: Ranks, how: signal.Signals) -> None:
-    assert not spares.replace_lost(waits=False)
-    time.sleep(0.5)  # all respond
     victim = spare_ranks()[0].pid
     os.kill(victim, how)
     begin_s = time.monotonic()
     assert spares.replace_lost(waits=True)
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < 20
     assert len(spares.where()) == 2
     assert not spares.replace_lost(waits=True)
-    assert victim not in {spare.pid for spare in spare_ranks()}
+    until(lambda: victim not in {spare.pid for spare in spare_ranks()})
 
 
 def test_a_dead_one_is_replaced_without_waiting(spares: Ranks) -> None:

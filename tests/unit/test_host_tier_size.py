@@ -1,4 +1,4 @@
-"""A host tier that is not larger than the device: of use with write_back only, which a warning says."""
+"""A host tier that is not larger than the device adds no room under write_through, which a warning says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raycache.types import SamplingParams
 from tests.oracle import tiny_tokenizers
 from tests.oracle.tiny import make_tiny
 
-WARNING = "the same prefixes as the device"
+WARNING = "it holds what the device holds"
 PAGE, PAGES, LENGTH = 16, 64, 128
 
 
