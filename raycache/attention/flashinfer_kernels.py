@@ -1,8 +1,8 @@
 """Wrappers of FlashInfer's kernels, which are planned once per step and run by all layers of a kind.
 
 A plan assigns work to thread blocks. It is made on the host and copied to the device from pinned memory that the
-kernel's next plan overwrites, so the previous copy must have ended before a kernel is planned. Runs use a shared buffer
-for intermediate results, so all kernels of a `KernelCache` must run on one stream.
+kernel's next plan overwrites, so planning a kernel again waits until that copy has ended (`PinnedUse`). Runs use a
+shared buffer for intermediate results, so all kernels of a `KernelCache` must run on one stream.
 
 Shapes in this file: T queries, H heads, D head size, P pages, R tokens of a page.
 """
@@ -24,6 +24,7 @@ from raycache.attention.flashinfer_replans import Planner, Replans, Shortcut, St
 from raycache.attention.flashinfer_tables import Ints, Segments, Table, Tokens
 from raycache.attention.triton_works import triton_works
 from raycache.errors import ConfigError
+from raycache.memory.streams import PinnedUse
 
 PARTIAL_BYTES = 256 << 20
 """Buffer for results over parts of the keys: 264 tiles of 128 queries with 256 features take 35 MB; a CUDA graph of 512
@@ -135,6 +136,7 @@ class PagedKernel:
 
     def __init__(self, kernels: KernelCache, family: str, static: StaticRows | None) -> None:
         self._kernels, self._family, self._static = kernels, family, static
+        self._planning = PinnedUse(kernels.device)
         self._replans: Replans | None = None
         buffers: dict[str, Any] = {}
         if static is not None:
@@ -161,11 +163,12 @@ class PagedKernel:
             window: number of keys that a query attends to, including itself; 0 for no limit.
         """
         by_wrapper = functools.partial(self._plan_by_wrapper, table, heads, is_causal=is_causal, window=window)
-        if self._replans is None:
-            by_wrapper()
-            return
         planner = functools.partial(self._planner, table, heads, is_causal=is_causal, window=window)
-        self._replans.plan(table, by_wrapper, planner)
+        with self._planning:
+            if self._replans is None:
+                by_wrapper()
+            else:
+                self._replans.plan(table, by_wrapper, planner)
 
     def _plan_by_wrapper(self, table: Table, heads: Heads, *, is_causal: bool, window: int) -> Sequence[int]:
         kernels, static = self._kernels, self._static
@@ -229,7 +232,7 @@ class RaggedKernel:
     """
 
     def __init__(self, kernels: KernelCache, *, is_piece: bool = False) -> None:
-        self._kernels = kernels
+        self._kernels, self._planning = kernels, PinnedUse(kernels.device)
         self._wrapper = kernels.lib.BatchPrefillWithRaggedKVCacheWrapper(kernels.partial, "NHD", backend=kernels.newest)
         if is_piece:
             plan = torch.empty(PIECE_PLAN_BYTES, dtype=torch.uint8, device=kernels.device)
@@ -239,7 +242,7 @@ class RaggedKernel:
         """Plan a step; see `PagedKernel.plan`."""
         kernels = self._kernels
         name = f"{kernels.newest} for heads of {heads.dim} and {heads.value_dim} in {heads.dtype}{_windowed(window)}"
-        with kernels.building(name):
+        with self._planning, kernels.building(name):
             self._wrapper.plan(
                 *kernels.pinned(segments.queries, segments.keys),
                 heads.queries,
@@ -269,6 +272,7 @@ class LatentKernel:
 
     def __init__(self, kernels: KernelCache, static: StaticRows | None) -> None:
         self._kernels, self._has_lse = kernels, False
+        self._planning = PinnedUse(kernels.device)
         self._replans: Replans | None = None
         self._ids: Tensor | None = None
         self._planned: Hashable = None
@@ -299,11 +303,13 @@ class LatentKernel:
         self._has_lse = has_lse
         by_wrapper = functools.partial(self._plan_by_wrapper, table, heads, ids, is_causal=is_causal)
         if self._replans is not None:
-            self._replans.plan(table, by_wrapper, functools.partial(self._planner, heads, is_causal=is_causal))
+            with self._planning:
+                self._replans.plan(table, by_wrapper, functools.partial(self._planner, heads, is_causal=is_causal))
             return
         kind = None if ids is None else (heads, table.page_len, is_causal, has_lse, ids.data_ptr())
         if kind is None or kind != self._planned or not self._plan_again(table, heads, is_causal=is_causal):
-            by_wrapper()
+            with self._planning:
+                by_wrapper()
         self._planned = kind
 
     def room_for(self, count: int) -> Tensor:

@@ -60,6 +60,26 @@ def after_compute(device: torch.device) -> Event:
     return event
 
 
+class PinnedUse:
+    """Use of pinned memory that is filled again and again, each time to be copied to the device.
+
+        with use:
+            ...  # fill the memory, and submit the copy to the current stream
+
+    Entering waits for the last copy, so that it does not take what is filled in now.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copied: Event = Passed()
+
+    def __enter__(self) -> None:
+        self._copied.synchronize()
+
+    def __exit__(self, *_: object) -> None:
+        self._copied = after_compute(self._device)
+
+
 class CopyEngine:
     """Many copies between a device and pinned memory in one call, since separate calls take longer than the copies.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
+from raycache.memory.streams import PinnedUse
 from raycache.parallel.context import ParallelContext
 from raycache.step.exchange import HeadExchange, TokenExchange
 from raycache.step.inputs import Pages, Places, RowInputs, StateRows, StepInputs
@@ -55,7 +56,7 @@ class DecodeBatch:
         lengths = dict.fromkeys((_IDS, _POSITIONS, _SLOTS), len(self._mine))
         lengths |= {_SPANS: 2 * size} | dict.fromkeys((_READS, _WRITES, _KEPT, *pool.windows), size)
         self._host = torch.zeros(sum(lengths.values()), dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
-        self._device = self._host.to(ctx.device)
+        self._device, self._filling = self._host.to(ctx.device), PinnedUse(ctx.device)
         at_host = self._host.split(list(lengths.values()))
         self._columns = {name: part.numpy() for name, part in zip(lengths, at_host, strict=True)}
         self._tensors = dict(zip(lengths, self._device.split(list(lengths.values())), strict=True))
@@ -65,12 +66,17 @@ class DecodeBatch:
         self.fill(StepPlan(0), {space: PageTables() for space in pool.windows})
 
     def fill(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Set the inputs from a plan. The copy to the device of the previous call must have ended.
+        """Set the inputs from a plan. Waits until the copy to the device of the previous call has ended.
 
         Args:
             plan: at most `size` tokens; rows with drafts, or of one token.
             tables: page tables, including the plan's new pages.
         """
+        with self._filling:
+            self._fill_columns(plan, tables)
+            self._device.copy_(self._host, non_blocking=True)
+
+    def _fill_columns(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
         rows, columns = plan.rows, self._columns
         counts = np.array([row.num_tokens for row in rows], np.int64)
         ids = np.frombuffer(b"".join(row.tokens for row in rows), np.int32)
@@ -88,7 +94,6 @@ class DecodeBatch:
             pages, columns[space][:] = self._pages(starts, slots, tables[space].ids, space=space, window=window)
             places[space] = replace(self.inputs.places[space], pages=pages)
         self.inputs = replace(self.inputs, places=places)
-        self._device.copy_(self._host, non_blocking=True)
 
     def _fill_states(self, plan: StepPlan) -> None:
         if STATE not in self._pool.sizes:

@@ -29,7 +29,6 @@ from torch import Tensor
 from raycache.attention.base import AttentionBackend
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
-from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.context import ParallelContext
 from raycache.rank.graphs import DecodeGraphs, GraphLayers
@@ -148,7 +147,6 @@ class Drafter:
         has_states: whether the draft model is recurrent.
         may_lag: whether it may run decoded tokens later. Requires that all its state is in pages and that the host
             knows every row's tokens.
-        planned: event after the copies of its attention plans, and of those of the step before.
     """
 
     model: DraftModel
@@ -159,7 +157,6 @@ class Drafter:
     has_states: bool
     may_lag: bool
     graphs: DraftGraphs | None = None
-    planned: Event = field(default_factory=Passed)
     _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> (position, tokens)
 
     def forget(self, slot: int) -> None:
@@ -311,11 +308,8 @@ class Drafter:
         return self._run(ids, features, inputs), None
 
     def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
-        self.planned.synchronize()  # the next plan overwrites the buffer that the last one is copied from
         run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
-        found = self.model.forward(ids, features, run)
-        self.planned = after_compute(self.ctx.device)
-        return found
+        return self.model.forward(ids, features, run)
 
     def _replay(
         self,
@@ -325,9 +319,7 @@ class Drafter:
         features: Tensor | None,
         tables: Mapping[str, PageTables],
     ) -> tuple[Tensor, Tensor]:
-        self.planned.synchronize()
         graphs.prepare(plan, tables)
-        self.planned = after_compute(self.ctx.device)
         found, likeliest = graphs.replay(ids=ids, features=features)
         return found, likeliest
 

@@ -20,7 +20,6 @@ from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import Mover
-from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
 from raycache.rank.drafter import Drafter, Followed
@@ -110,7 +109,6 @@ class Rank:
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
-    _planned: Event = field(default_factory=Passed)
 
     def __post_init__(self) -> None:
         self._tables = {space: PageTables() for space in self.pool.windows}
@@ -168,19 +166,13 @@ class Rank:
             self._slots[row.slot].count(row)
         if not plan.rows:
             return LaunchedLayers()
-        # Attention plans are copied to the device from buffers that the next plan overwrites. A step without a graph
-        # makes them at the first layer of each kind, so it must have ended.
-        self._planned.synchronize()
         if self.graphs is not None and self.graphs.can_run(plan):
             self.graphs.prepare(plan, self._tables)
-            self._planned = after_compute(self.ctx.device)
             logits, features = self.graphs.replay()
             if self.graphs.has_all_tokens:
                 logits = self._emitted(plan, logits)
             return LaunchedLayers(logits, features, recorded=self.graphs)
-        layers = self._run_layers(plan)
-        self._planned = after_compute(self.ctx.device)
-        return layers
+        return self._run_layers(plan)
 
     def _run_layers(self, plan: StepPlan) -> LaunchedLayers:
         model, rows, has_all_tokens = self.model, plan, False
@@ -268,11 +260,8 @@ class Rank:
         """Run the draft model; returns the requested draft tokens."""
         if self.drafter is None or layers.features is None:
             return tokens[:0]
-        self.drafter.planned = self._planned
         step = Followed(plan, tokens, layers.features, layers.inputs, layers.recorded, self._tables)
-        drafted = self.drafter.draft(step, self._draft_row)
-        self._planned = self.drafter.planned
-        return drafted
+        return self.drafter.draft(step, self._draft_row)
 
     def _draft_row(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]

@@ -140,15 +140,23 @@ def fill(rank: Rank) -> Rows:
     return noise
 
 
-def follow(rank: Rank, plans: Sequence[StepPlan]) -> Found:
-    """Execute plans; each emits every position."""
+def follow(rank: Rank, plans: Sequence[StepPlan], *, lag_cycles: int = 0) -> Found:
+    """Execute plans; each emits every position.
+
+    Args:
+        lag_cycles: for which the device sleeps before each step, while further steps are launched.
+    """
     lines: list[list[Tensor]] = [[] for _ in LENGTHS]
-    num_replayed = 0
+    found, num_replayed = list[Tensor](), 0
     for plan in plans:
         num_replayed += rank.graphs is not None and rank.graphs.can_run(plan)
+        if lag_cycles:
+            torch.cuda._sleep(lag_cycles)
         logits = rank.forward(plan)
         assert logits is not None
-        for row, part in zip(plan.rows, logits.float().cpu().split([row.num_tokens for row in plan.rows]), strict=True):
+        found.append(logits.float().clone() if lag_cycles else logits.float().cpu())
+    for plan, logits in zip(plans, found, strict=True):
+        for row, part in zip(plan.rows, logits.cpu().split([row.num_tokens for row in plan.rows]), strict=True):
             lines[row.slot].append(part)
     rows = {key: part.float().cpu() for key, part in fields(rank)}
     return Found([torch.cat(parts) for parts in lines], rows, num_replayed)
@@ -198,6 +206,22 @@ def test_logits_and_cache_are_right_with_recorded_steps_and_without(case: Case) 
     assert is_right(recorded, launched)
     check_rows(recorded.rows, case)
     check_rows(launched.rows, case)
+
+
+LAG_CYCLES = 40_000_000
+"""About 20 ms, much more than launching a step takes."""
+
+
+@pytest.mark.parametrize("case", list(SETTINGS), indirect=True)
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_steps_may_be_launched_before_the_device_has_begun_those_before(case: Case, is_recorded: bool) -> None:
+    rank = new_rank(case.model, FAST)
+    if not is_recorded:
+        rank.graphs = rank.pieces = None
+    fill(rank)
+    found = follow(rank, case.plans, lag_cycles=LAG_CYCLES)
+    assert is_right(found, case.right)
+    check_rows(found.rows, case)
 
 
 # --- what the bounds notice -------------------------------------------------------------------------------------------
