@@ -184,10 +184,11 @@ class FullKernels:
                 return out
             assert lse is not None
             return apply_sinks(out, lse, sinks)
-        heads = [q.shape[1], k.shape[1], v.shape[1]]
-        every_q, k, v = inputs.exchange.gather(torch.cat([q, k, v], dim=1)).split(heads, dim=1)
+        every_q, k, v = inputs.exchange.gather_parts(q, k, v)
         self._writer.write_kv(owned, k, v, to=(view.k, view.v))
-        return self._layout.combine(self.cached(view, every_q), None, sinks)
+        out, lse = self._cached(view, every_q, lse_base="log2")
+        assert lse is not None
+        return self._layout.combine((out, lse), None, sinks, is_log2=True)
 
     def cached(self, view: KVView, q: Tensor) -> Part:
         """Queries [T, Hq, D] against this rank's pages, with cp > 1."""

@@ -115,8 +115,7 @@ class LatentKernels:
         """Implements `AttentionStep.attend_latent` over all earlier tokens."""
         inputs = self._layout.inputs
         if not self._is_alone:
-            both = inputs.exchange.gather(torch.cat([latent, rope], dim=1))
-            latent, rope = both.split([latent.shape[1], rope.shape[1]], dim=1)
+            latent, rope = inputs.exchange.gather_parts(latent, rope)
         self._writer.write_latents(inputs.places[view.space].owned, latent, rope, to=view.pages)
         if self._is_alone:
             return self._attend_alone(view, q, latent, rope, projection)
@@ -143,6 +142,10 @@ class LatentKernels:
 
     def _cached(self, view: LatentView, q: Tensor, projection: LatentProjection) -> Part:
         """All queries [T, Hq, Dn + Dr] against the tokens in this rank's pages."""
+        if self._absorbed is not None and are_all(self._absorbed[0], len(q)):
+            out, lse = attend_absorbed(self._absorbed[1], view.pages, q, projection)
+            assert lse is not None, "planned with it, since parts are merged"
+            return out, lse
         part = self._join_pieces(view, q, projection, no_keys(q, self._layers.heads.value_dim))
         if self._absorbed is not None:
             tokens, kernel = self._absorbed

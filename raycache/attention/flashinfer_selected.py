@@ -111,8 +111,7 @@ class SelectedKernels:
     ) -> Tensor:
         exchange = self._layout.inputs.exchange
         if not self._is_alone:
-            both = exchange.gather(torch.cat([latent, rope], dim=1))
-            latent, rope = both.split([latent.shape[1], rope.shape[1]], dim=1)
+            latent, rope = exchange.gather_parts(latent, rope)
             self._blocks = self._planned(choice.lengths.cpu().numpy())
         self._writer.write_latents(self._layout.inputs.places[view.space].owned, latent, rope, to=view.pages)
         every_q = exchange.gather(q)
@@ -189,7 +188,7 @@ def attend_choice(
     """`AttentionStep.attend_latent` of selected tokens in plain torch, for latents of any format."""
     inputs = layout.inputs
     places = inputs.places[view.space]
-    latent, rope = inputs.exchange.gather(latent), inputs.exchange.gather(rope)
+    latent, rope = inputs.exchange.gather_parts(latent, rope)
     view.write(places.slots, latent[places.owned], rope[places.owned])
     every_q = inputs.exchange.gather(q)
     out, lse = no_keys(every_q, projection.value.shape[1])

@@ -69,9 +69,7 @@ class LatentAttention:
     def attend(self, layer: LatentLayer, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
         inputs, layout = self._layout.inputs, self._layout
         places = inputs.places[layer.view.space]
-        if inputs.ctx.cp.size > 1:
-            both = inputs.exchange.gather(torch.cat([latent, rope], dim=1))
-            latent, rope = both.split([latent.shape[1], rope.shape[1]], dim=1)
+        latent, rope = inputs.exchange.gather_parts(latent, rope)
         layer.view.write(places.slots, latent[places.owned], rope[places.owned])
         cached = self._cached(layer, inputs.exchange.gather(q), places.prefixes) if layout.has_cached else None
         causal = self._causal(layer, q, latent, rope) if layout.has_causal else None

@@ -9,6 +9,7 @@ out = merge( causal(new tokens of this chunk), cached(pages of cp rank 0), ..., 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,15 @@ class StepLayout:
         """Copy to the device as int64."""
         return self.inputs.ctx.on_device(np.array(numbers, np.int64))
 
-    def combine(self, cached: Part | None, causal: Part | None, sinks: Tensor | None) -> Tensor:
+    def combine(
+        self, cached: Part | None, causal: Part | None, sinks: Tensor | None, *, is_log2: bool = False
+    ) -> Tensor:
         """Merge the parts of the queries that this rank continues with, over cp.
 
         Args:
             cached: all T queries against this rank's pages; None exactly if not `has_cached`.
             causal: this rank's T_local queries against new keys; may be None if not `has_causal`.
+            is_log2: whether the log-sum-exps of `cached` are to base 2.
         Returns:
             [T_own, H_own, Dv], see `Exchange`.
         """
@@ -92,10 +96,10 @@ class StepLayout:
         if isinstance(exchange, HeadExchange) and cached is not None and causal is None:
             kernels = _kernels_for(cached)
             if kernels is not None:
-                # What is sent is as `_scatter` sends it, so that a rank without kernels receives what it expects.
-                every = exchange.cp.all_to_all(kernels.pack(*cached, size=exchange.cp.size))
-                merged: Tensor = kernels.merge(every, self._own_sinks(sinks), dtype=cached[0].dtype)
+                merged: Tensor = kernels.scatter(*cached, self._own_sinks(sinks), cp=exchange.cp, is_log2=is_log2)
                 return merged
+        if cached is not None and is_log2:
+            cached = cached[0], cached[1] * math.log(2)
         outs, lses = ([], []) if causal is None else ([causal[0]], [causal[1][None]])
         if cached is not None:
             scattered, lse = self._scatter(cached)

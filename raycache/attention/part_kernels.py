@@ -1,6 +1,7 @@
-"""Triton kernels around the exchange of partial results in decode steps under cp. Imported only where they run.
+"""Triton kernels that exchange and merge partial results in decode steps under cp. Imported only where they run.
 
-A result [D] of 2 bytes each and its log-sum-exp of 4 bytes travel as one row of D / 2 + 1 words:
+A result [D] of 2 bytes each and its log-sum-exp of 4 bytes travel as D / 2 + 1 words. Through peer memory one kernel
+does it all. Otherwise they travel as rows, as `StepLayout` sends them without kernels:
 
     [T, H, D] and [T, H]  -- pack, exchange -->  [cp, T, H / cp, D / 2 + 1]  -- merge -->  [T, H / cp, D]
 
@@ -9,24 +10,86 @@ Shapes in this file: T tokens, H heads, D head size.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from raycache.parallel.collectives import Group
 from raycache.parallel.devices import early
+from raycache.parallel.peer_kernels import receive, send
+from raycache.parallel.peer_memory import PROGRAMS, WORDS, PeerMemory
 
 _WORD = torch.int32
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _HEADS = 4
 """Heads of a program."""
+_LOG2_E = math.log2(math.e)
 
 
 def takes(out: Tensor, lse: Tensor) -> bool:
     """Whether there are kernels for these results."""
-    is_plain = out.is_contiguous() and lse.is_contiguous()
-    return is_plain and out.dtype in _DTYPES and lse.dtype == torch.float32 and out.shape[2] % 2 == 0
+    is_even = out.shape[2] % 2 == 0 and out.shape[2] // 2 < WORDS
+    return is_even and out.dtype in _DTYPES and lse.dtype == torch.float32
+
+
+def scatter(out: Tensor, lse: Tensor, sinks: Tensor | None, *, cp: Group, is_log2: bool) -> Tensor:
+    """Merge what all cp ranks have for this rank's heads. Collective over cp.
+
+    Args:
+        out: [T, H, D], this rank's results.
+        lse: [T, H] float32.
+        sinks: [H / cp] of this rank's heads, or None; no kernel writes them.
+        is_log2: whether log-sum-exps are to base 2.
+    Returns:
+        [T, H / cp, D]; 0 where no rank has keys.
+    """
+    out, lse = out.contiguous(), lse.contiguous()
+    if (memory := cp.peer_memory(2 * out.nbytes // cp.size)) is not None:
+        return exchange_and_merge(out, lse, sinks, memory=memory, is_log2=is_log2)
+    return merge(cp.all_to_all(pack(out, lse, size=cp.size)), sinks, dtype=out.dtype, is_log2=is_log2)
+
+
+def exchange_and_merge(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: PeerMemory, is_log2: bool) -> Tensor:
+    """`scatter` in one kernel; out and lse are contiguous."""
+    num_tokens, num_heads, dim = out.shape
+    share, words = num_heads // memory.size, dim // 2
+    num_rows = num_tokens * share
+    # As few rows per program as keep all programs busy, and as there is room for.
+    rows = min(triton.next_power_of_2(triton.cdiv(num_rows, PROGRAMS)), _power_below(WORDS // (words + 1)))
+    merged = torch.empty((num_tokens, share, dim), dtype=out.dtype, device=out.device)
+    _exchange_and_merge[(min(triton.cdiv(num_rows, rows), PROGRAMS),)](
+        out.view(_WORD),
+        lse.view(_WORD),
+        out if sinks is None else sinks,
+        merged.view(_WORD),
+        memory.peers,
+        memory.numbers,
+        memory.rank,
+        num_rows,
+        memory.limit_ns,
+        SHARE=share,
+        NUM_WORDS=words,
+        ROW_WORDS=triton.next_power_of_2(words),
+        ROWS=rows,
+        DTYPE=_DTYPES[out.dtype],
+        HAS_SINKS=sinks is not None,
+        LOG2=1.0 if is_log2 else _LOG2_E,
+        SIZE=memory.size,
+        PROGRAMS=PROGRAMS,
+        WORDS=WORDS,
+        num_warps=min(max(rows * triton.next_power_of_2(words) // 128, 1), 8),
+        **early(out.device),
+    )
+    return merged
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not above it."""
+    return 1 << (number.bit_length() - 1)
 
 
 def pack(out: Tensor, lse: Tensor, *, size: int) -> Tensor:
@@ -57,12 +120,13 @@ def pack(out: Tensor, lse: Tensor, *, size: int) -> Tensor:
     return packed
 
 
-def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype, is_log2: bool = False) -> Tensor:
     """Merge what all ranks have for this rank's heads, as `merge.merge` does.
 
     Args:
         packed: words [parts, T, H, D / 2 + 1].
         sinks: [H], contiguous weights, which no kernel writes; or None.
+        is_log2: whether log-sum-exps are to base 2.
     Returns:
         [T, H, D]; 0 where no part has keys.
     """
@@ -80,6 +144,7 @@ def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype) -> Tensor
         HEADS=_HEADS,
         DTYPE=_DTYPES[dtype],
         HAS_SINKS=sinks is not None,
+        LOG2=1.0 if is_log2 else _LOG2_E,
         num_warps=2,
         **early(packed.device),
     )
@@ -114,6 +179,38 @@ def _pack(
     tl.store(row + NUM_WORDS, tl.load(lse + token * NUM_HEADS + head, mask=is_head, other=0), mask=is_head)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_part(
+    found: tl.tensor,
+    lse: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    DTYPE: tl.constexpr,
+    LOG2: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Add a part to what was merged: words [R, W], of which `low` and `high` are the numbers, and log-sum-exps [R]."""
+    score = lse.to(tl.float32, bitcast=True) * LOG2
+    new = tl.maximum(most, score)
+    before, weight = tl.exp2(most - new), tl.exp2(score - new)
+    first = (found & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+    second = ((found >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+    # What a part without keys holds may be anything finite.
+    low = low * before[:, None] + first * weight[:, None]
+    high = high * before[:, None] + second * weight[:, None]
+    return low, high, new, total * before + weight
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merged(low: tl.tensor, high: tl.tensor, total: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Words [R, W] of the mean, 0 without keys."""
+    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+    first = (low * inverse).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+    second = (high * inverse).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+    return first | (second << 16)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _merge(
     packed: tl.tensor,
@@ -127,6 +224,7 @@ def _merge(
     HEADS: tl.constexpr,
     DTYPE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    LOG2: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
     """One program per token and HEADS heads."""
@@ -140,7 +238,7 @@ def _merge(
     low = tl.zeros([HEADS, WORDS], tl.float32)
     high = tl.zeros([HEADS, WORDS], tl.float32)
     if HAS_SINKS:
-        most = tl.load(sinks + head, mask=is_head, other=-1e30).to(tl.float32)
+        most = tl.load(sinks + head, mask=is_head, other=-1e30).to(tl.float32) * 1.4426950408889634
         total += 1.0
     if IS_EARLY:
         gdc_wait()
@@ -148,17 +246,75 @@ def _merge(
     for part in tl.static_range(NUM_PARTS):
         row = packed + ((part * num_tokens + token) * NUM_HEADS + head) * (NUM_WORDS + 1)
         found = tl.load(row[:, None] + word, mask=mask, other=0)
-        lse = tl.load(row + NUM_WORDS, mask=is_head, other=0).to(tl.float32, bitcast=True)
-        new = tl.maximum(most, lse)
-        before, weight = tl.exp(most - new), tl.exp(lse - new)
-        total = total * before + weight
-        first = (found & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        second = ((found >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        # What a part without keys holds may be anything finite.
-        low = low * before[:, None] + first * weight[:, None]
-        high = high * before[:, None] + second * weight[:, None]
-        most = new
-    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
-    first = (low * inverse).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
-    second = (high * inverse).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
-    tl.store(out + (token * NUM_HEADS + head)[:, None] * NUM_WORDS + word, first | (second << 16), mask=mask)
+        lse = tl.load(row + NUM_WORDS, mask=is_head, other=0)
+        low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, LOG2)
+    words = _merged(low, high, total, DTYPE)
+    tl.store(out + (token * NUM_HEADS + head)[:, None] * NUM_WORDS + word, words, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])  # type: ignore[untyped-decorator]
+def _exchange_and_merge(
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    merged: tl.tensor,
+    peers: tl.tensor,
+    numbers: tl.tensor,
+    rank: tl.tensor,
+    num_rows: tl.tensor,
+    limit_ns: tl.tensor,
+    SHARE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    LOG2: tl.constexpr,
+    SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per ROWS rows, which are tokens and heads of a rank, in turns; see parallel/peer_kernels.py."""
+    program = tl.program_id(0)
+    local = tl.arange(0, ROWS)
+    word = tl.arange(0, ROW_WORDS)[None, :]
+    place = local[:, None] * NUM_WORDS + word
+    lse_place = ROWS * NUM_WORDS + local
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    number = tl.load(numbers + program)
+    for block in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        number += 1
+        row = block * ROWS + local
+        is_row = row < num_rows
+        mask = is_row[:, None] & (word < NUM_WORDS)
+        head = row % SHARE
+        first = (row // SHARE * SIZE).to(tl.int64) * SHARE + head  # of rank 0
+        for step in tl.static_range(1, SIZE):
+            to = (rank + step) % SIZE
+            theirs = first + to * SHARE
+            words = tl.load(out + theirs[:, None] * NUM_WORDS + word, mask=mask, other=0)
+            send(words, peers, to, rank, number, place, mask, SIZE, PROGRAMS, WORDS)
+            bits = tl.load(lse + theirs, mask=is_row, other=0)
+            send(bits, peers, to, rank, number, lse_place, is_row, SIZE, PROGRAMS, WORDS)
+        most = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row without keys has weights of 0
+        total = tl.zeros([ROWS], tl.float32)
+        low = tl.zeros([ROWS, ROW_WORDS], tl.float32)
+        high = tl.zeros([ROWS, ROW_WORDS], tl.float32)
+        if HAS_SINKS:
+            most = tl.load(sinks + head, mask=is_row, other=-1e30).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        mine = first + rank * SHARE
+        words = tl.load(out + mine[:, None] * NUM_WORDS + word, mask=mask, other=0)
+        bits = tl.load(lse + mine, mask=is_row, other=0)
+        low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
+        for step in tl.static_range(1, SIZE):
+            sender = (rank + step) % SIZE
+            words = receive(peers, sender, rank, number, place, mask, limit_ns, SIZE, PROGRAMS, WORDS)
+            bits = receive(peers, sender, rank, number, lse_place, is_row, limit_ns, SIZE, PROGRAMS, WORDS)
+            low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
+        at = row.to(tl.int64)[:, None] * NUM_WORDS + word
+        tl.store(merged + at, _merged(low, high, total, DTYPE), mask=mask)
+    tl.store(numbers + program, number)

@@ -130,8 +130,5 @@ class TorchStep:
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's [T_local, H, D] -> all cp ranks' [T, H, D]."""
-        if self._inputs.ctx.cp.size == 1:
-            return q, k, v
-        heads = [q.shape[1], k.shape[1], v.shape[1]]
-        every_q, every_k, every_v = self._inputs.exchange.gather(torch.cat([q, k, v], dim=1)).split(heads, dim=1)
+        every_q, every_k, every_v = self._inputs.exchange.gather_parts(q, k, v)
         return every_q.contiguous(), every_k, every_v

@@ -77,7 +77,7 @@ class ColumnLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         own = linear(x, self.weight, self.bias)
-        return own if self._gathered is None else self._gathered.all_gather(own).transpose(0, 1).flatten(1)
+        return own if self._gathered is None else self._gathered.gather_columns(own)
 
     def over_cp(self, split: CpSplit) -> ColumnLinear:
         """Each cp rank computes its run of the output features, and gets those of the others."""

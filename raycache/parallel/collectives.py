@@ -7,13 +7,16 @@ have the group's timeout; they raise RankLostError if a peer exits or does not a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raycache.errors import RankLostError
+
+if TYPE_CHECKING:
+    from raycache.parallel.peer_memory import PeerMemory
 
 
 class Started:
@@ -60,6 +63,15 @@ class Group:
         before the result was called."""
         out.copy_(self.all_gather(tensor))
         return Started(lambda: None, lambda: True)
+
+    def gather_columns(self, tensor: Tensor) -> Tensor:
+        """[T, F] of each member -> [T, size * F], in group order; shapes must be equal on all members."""
+        return self.all_gather(tensor).transpose(0, 1).flatten(1)
+
+    def peer_memory(self, num_bytes: int) -> PeerMemory | None:
+        """Memory for a kernel that exchanges tensors itself, `num_bytes` from each member to each other one; None if
+        there is none, or another transport is faster. The same on all members."""
+        return None
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """[size, ...] -> [size, ...]: row j goes to member j, row i of the result came from member i."""

@@ -62,6 +62,17 @@ class PeerGroup(TorchGroup):
         every: Tensor = _kernels().exchange(own, self.memory, is_gather=True)
         return every if own.shape == tensor.shape else _unpadded(every, tensor)
 
+    def gather_columns(self, tensor: Tensor) -> Tensor:
+        if not 0 < tensor.nbytes <= self.most_bytes or tensor[0].nbytes % _ALIGNED:
+            return super().gather_columns(tensor)
+        own = _aligned(tensor)
+        out = own.new_empty(len(own), self.size * own.shape[1])
+        _kernels().exchange(own, self.memory, is_gather=True, out=out, row_bytes=own[0].nbytes)
+        return out
+
+    def peer_memory(self, num_bytes: int) -> PeerMemory | None:
+        return self.memory if num_bytes <= self.most_bytes else None
+
     def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
         if not 0 < tensor.nbytes <= self.most_bytes or tensor.nbytes % _ALIGNED:
             return super().iall_gather(tensor, out=out)

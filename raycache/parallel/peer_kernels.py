@@ -55,14 +55,18 @@ def sum_parts(x: Tensor, memory: PeerMemory) -> None:
     )
 
 
-def exchange(x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | None = None) -> Tensor:
+def exchange(
+    x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | None = None, row_bytes: int = 0
+) -> Tensor:
     """Send parts of any dtype: x to all members, or x[i] to member i.
 
     Args:
         x: contiguous, aligned to 16 bytes, as is each part: [...] to be gathered, else [size, ...].
         out: where to write the result, contiguous and aligned to 16 bytes; None for a new tensor.
+        row_bytes: if parts are written row by row, the first row of each member, then the second ones, ...: bytes of a
+            row, a multiple of 16; 0 for part after part.
     Returns:
-        [size, ...], what each member sent.
+        [size, ...], what each member sent, or `out`.
     """
     if out is None:
         out = x.new_empty((memory.size, *x.shape) if is_gather else x.shape)
@@ -76,6 +80,7 @@ def exchange(x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | No
         memory.rank,
         num_vectors,
         0 if is_gather else num_vectors,
+        row_bytes // 16 or num_vectors,
         memory.limit_ns,
         **_sizes(memory, block),
     )
@@ -94,7 +99,7 @@ def _sizes(memory: PeerMemory, block: int) -> dict[str, Any]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _send(
+def send(
     words: tl.tensor,
     peers: tl.tensor,
     to: tl.tensor,
@@ -106,7 +111,12 @@ def _send(
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Write words into the memory of one member."""
+    """Write words into the memory of one member.
+
+    Args:
+        number: of this program's exchange, which is one more than that of the exchange before.
+        offsets: of the words, in the WORDS that the program has.
+    """
     region = ((number & 1) * PROGRAMS + tl.program_id(0)) * SIZE + rank
     there = tl.multiple_of(tl.load(peers + to).to(tl.pointer_type(tl.int64)), 16) + region.to(tl.int64) * WORDS
     packed = (number.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
@@ -114,7 +124,7 @@ def _send(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _receive(
+def receive(
     peers: tl.tensor,
     sender: tl.tensor,
     rank: tl.tensor,
@@ -131,7 +141,7 @@ def _receive(
     here = tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(tl.int64)), 16) + region.to(tl.int64) * WORDS
     packed = tl.load(here + offsets, mask=mask, other=0, volatile=True)
     start = globaltimer()
-    while tl.max((mask & ((packed >> 32).to(tl.int32) != number)).to(tl.int32), axis=0) != 0:
+    while tl.max((mask & ((packed >> 32).to(tl.int32) != number)).to(tl.int32)) != 0:
         if globaltimer() - start > limit_ns:
             tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
         packed = tl.load(here + offsets, mask=mask, other=0, volatile=True)
@@ -186,11 +196,11 @@ def _sum(
         mask = at < 4 * num_vectors
         own = tl.load(x + at, mask=mask, other=0)
         for step in tl.static_range(SIZE):
-            _send(own, peers, (rank + step) % SIZE, rank, number, offsets, mask, SIZE, PROGRAMS, WORDS)
+            send(own, peers, (rank + step) % SIZE, rank, number, offsets, mask, SIZE, PROGRAMS, WORDS)
         low = tl.zeros([BLOCK], tl.float32)
         high = tl.zeros([BLOCK], tl.float32)
         for sender in tl.static_range(SIZE):
-            words = _receive(peers, sender, rank, number, offsets, mask, limit_ns, SIZE, PROGRAMS, WORDS)
+            words = receive(peers, sender, rank, number, offsets, mask, limit_ns, SIZE, PROGRAMS, WORDS)
             if tl.float32 == DTYPE:
                 low += words.to(tl.float32, bitcast=True)
             else:
@@ -203,7 +213,7 @@ def _sum(
     tl.store(numbers + program, number)
 
 
-@triton.jit(do_not_specialize=["rank", "num_vectors", "x_vectors"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rank", "num_vectors", "x_vectors", "row_vectors"])  # type: ignore[untyped-decorator]
 def _exchange(
     x: tl.tensor,
     out: tl.tensor,
@@ -212,6 +222,7 @@ def _exchange(
     rank: tl.tensor,
     num_vectors: tl.tensor,
     x_vectors: tl.tensor,
+    row_vectors: tl.tensor,
     limit_ns: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -230,11 +241,13 @@ def _exchange(
         number += 1
         at = block * BLOCK + offsets
         mask = at < 4 * num_vectors
+        row_words = 4 * row_vectors
+        place = at // row_words * (row_words * SIZE) + at % row_words
         for step in tl.static_range(SIZE):
             to = (rank + step) % SIZE
             own = tl.load(x + to.to(tl.int64) * x_vectors * 4 + at, mask=mask, other=0)
-            _send(own, peers, to, rank, number, offsets, mask, SIZE, PROGRAMS, WORDS)
+            send(own, peers, to, rank, number, offsets, mask, SIZE, PROGRAMS, WORDS)
         for sender in tl.static_range(SIZE):
-            words = _receive(peers, sender, rank, number, offsets, mask, limit_ns, SIZE, PROGRAMS, WORDS)
-            tl.store(out + sender * num_vectors * 4 + at, words, mask=mask)
+            words = receive(peers, sender, rank, number, offsets, mask, limit_ns, SIZE, PROGRAMS, WORDS)
+            tl.store(out + sender * row_words + place, words, mask=mask)
     tl.store(numbers + program, number)

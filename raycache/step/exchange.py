@@ -41,6 +41,10 @@ class Exchange(Protocol):
         """[T_local, ...] of each rank -> [T, ...] on every rank."""
         ...
 
+    def gather_parts(self, *parts: Tensor) -> Sequence[Tensor]:
+        """Gather tensors [T_local, N, ...] that differ in N at once -> [T, N, ...] each."""
+        ...
+
     def give_back(self, every: Tensor) -> Tensor:
         """This rank's partial results for all tokens, [T, ...] -> all ranks' for its local ones, [cp, T_local, ...]."""
         ...
@@ -135,6 +139,13 @@ class TokenExchange:
             return local
         return self.cp.all_gather(self._padded(local)).flatten(0, 1)[self.where]
 
+    def gather_parts(self, *parts: Tensor) -> Sequence[Tensor]:
+        if self.cp.size == 1:
+            return parts
+        every = self.gather(torch.cat(parts, dim=1))
+        found: Sequence[Tensor] = every.split([part.shape[1] for part in parts], dim=1)
+        return found
+
     def give_back(self, every: Tensor) -> Tensor:
         if self.cp.size == 1:
             return every[None]
@@ -179,6 +190,9 @@ class HeadExchange:
 
     def gather(self, local: Tensor) -> Tensor:
         return local
+
+    def gather_parts(self, *parts: Tensor) -> Sequence[Tensor]:
+        return parts
 
     def give_back(self, every: Tensor) -> Tensor:
         return self.cp.all_gather(every)

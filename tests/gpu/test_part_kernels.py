@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -13,9 +15,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 32, 128), (7, 12, 64), (64, 8, 512)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("has_sinks", "is_log2"), [(False, True), (True, False), (True, True)])
 def test_parts_of_all_ranks_are_merged_as_in_torch(
-    tokens: int, heads: int, dim: int, dtype: torch.dtype, size: int, has_sinks: bool
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, size: int, has_sinks: bool, is_log2: bool
 ) -> None:
     from raycache.attention import part_kernels
 
@@ -26,11 +28,13 @@ def test_parts_of_all_ranks_are_merged_as_in_torch(
     sinks = torch.randn(heads, device="cuda", generator=generator).to(dtype) if has_sinks else None
     wanted = merge(outs.double(), lses.double(), None if sinks is None else sinks.double())
     assert part_kernels.takes(outs[0], lses[0])
-    packed = [part_kernels.pack(out, lse, size=size) for out, lse in zip(outs, lses, strict=True)]
+    given = lses / math.log(2) if is_log2 else lses
+    packed = [part_kernels.pack(out, lse, size=size) for out, lse in zip(outs, given, strict=True)]
     for rank in range(size):
         own = slice(rank * heads // size, (rank + 1) * heads // size)
         every = torch.stack([of_rank[rank] for of_rank in packed])
-        found = part_kernels.merge(every, None if sinks is None else sinks[own].contiguous(), dtype=dtype)
+        own_sinks = None if sinks is None else sinks[own].contiguous()
+        found = part_kernels.merge(every, own_sinks, dtype=dtype, is_log2=is_log2)
         bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
         assert float((found.double() - wanted[:, own]).abs().max()) <= bound
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycache.attention.merge import merge
 from raycache.config import Config
 from raycache.errors import RankLostError
 from raycache.gang.processes import RankProcess, meet_here
@@ -80,7 +82,10 @@ def collectives_of_random_sizes(group: PeerGroup, device: torch.device) -> list[
     group.most_bytes = 1 << 22
     chosen, wrong = random.Random(5), []
     for seed in range(400):
-        kind = chosen.choice(["sum", "gather", "exchange"])
+        kind = chosen.choice(["sum", "gather", "columns", "exchange", "merge"])
+        if kind == "merge":
+            wrong += wrong_merge(group, chosen, device, seed=1000 * seed)
+            continue
         floats = [torch.bfloat16, torch.float16, torch.float32]
         dtype = chosen.choice(floats if kind == "sum" else [*floats, torch.int64, torch.uint8])
         shape: tuple[int, ...] = (chosen.choice([1, 3, 64, 200]), chosen.choice([1, 7, 96, 4096]))
@@ -95,11 +100,38 @@ def collectives_of_random_sizes(group: PeerGroup, device: torch.device) -> list[
             is_right = float((found.double() - wanted).abs().max()) <= bound
         elif kind == "gather":
             is_right = torch.equal(group.all_gather(own), torch.stack(every))
+        elif kind == "columns":
+            is_right = torch.equal(group.gather_columns(own), torch.cat(every, 1))
         else:
             is_right = torch.equal(group.all_to_all(own), torch.stack([each[group.rank] for each in every]))
         if not is_right:
             wrong.append(f"{kind} {dtype} {shape}")
     return wrong
+
+
+def wrong_merge(group: PeerGroup, chosen: random.Random, device: torch.device, *, seed: int) -> list[str]:
+    """The name of a merge of attention results, if it was wrong."""
+    from raycache.attention import part_kernels
+
+    tokens, heads, dim = (
+        chosen.choice([1, 3, 64, 300]),
+        group.size * chosen.choice([1, 6, 16]),
+        chosen.choice([64, 512]),
+    )
+    dtype, is_log2 = chosen.choice([torch.bfloat16, torch.float16]), chosen.choice([True, False])
+    outs = torch.stack([drawn((tokens, heads, dim), dtype, device, seed=seed + rank) for rank in range(group.size)])
+    lses = 5 * drawn((group.size, tokens, heads), torch.float32, device, seed=seed)
+    lses[0, 0] = -torch.inf  # no keys on this rank
+    lses[:, -1, 0] = -torch.inf  # nor on any
+    sinks = chosen.choice([None, drawn((heads,), dtype, device, seed=seed)])
+    own = slice(group.rank * heads // group.size, (group.rank + 1) * heads // group.size)
+    wanted = merge(outs.double(), lses.double(), None if sinks is None else sinks.double())[:, own].nan_to_num(0)
+    given = lses[group.rank] / math.log(2) if is_log2 else lses[group.rank]
+    own_sinks = None if sinks is None else sinks[own].contiguous()
+    found = part_kernels.scatter(outs[group.rank], given, own_sinks, cp=group, is_log2=is_log2)
+    bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
+    is_right = float((found.double() - wanted).abs().max()) <= bound
+    return [] if is_right else [f"merge {dtype} {tuple(outs.shape)} {is_log2=} {sinks is None=}"]
 
 
 def sums_in_a_graph(group: PeerGroup, device: torch.device) -> tuple[float, list[float]]:

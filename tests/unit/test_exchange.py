@@ -115,6 +115,16 @@ def test_gather_gives_all_tokens_in_the_order_of_the_plan(
         assert torch.equal(found, every)
 
 
+@given(rows=rows_of_all_kinds, cp=each_cp, shape=st.sampled_from([(), (3,)]))
+def test_parts_of_different_sizes_are_gathered_at_once(
+    rows: list[tuple[int, int]], cp: int, shape: tuple[int, ...]
+) -> None:
+    batch = Batch.of(rows)
+    parts = [batch.numbers(size, *shape) for size in (3, 1, 2)]
+    for found in batch.on_ranks(cp, lambda inputs: inputs.exchange.gather_parts(*(mine(inputs, x) for x in parts))):
+        assert all(torch.equal(one, other) for one, other in zip(found, parts, strict=True))
+
+
 @given(rows=rows_of_all_kinds, cp=each_cp, heads_per_rank=st.integers(1, 3), shape=st.sampled_from([(), (2,), (2, 3)]))
 def test_to_heads_gives_all_tokens_of_own_heads_and_to_tokens_brings_them_back(
     rows: list[tuple[int, int]], cp: int, heads_per_rank: int, shape: tuple[int, ...]
@@ -215,6 +225,7 @@ def test_with_all_tokens_a_rank_continues_with_its_heads(
         exchange, first = inputs.exchange, inputs.ctx.cp.rank * heads_per_rank
         own = slice(first, first + heads_per_rank)
         assert torch.equal(exchange.gather(every), every)
+        assert exchange.gather_parts(every, every[:, :1])[0] is every
         assert torch.equal(exchange.own(every), every[:, own])
         assert torch.equal(exchange.to_heads(every)[0], every[:, own])
         assert torch.equal(exchange.to_tokens(every[:, own]), every)
