@@ -9,13 +9,12 @@ the time, so cp ranks do not divide the rows: each computes all of them with its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raycache.layers.linear import linear_into
+from raycache.layers.linear import RowBlocks
 
 if TYPE_CHECKING:
     from raycache.layers.linear import Weight
@@ -71,7 +70,7 @@ class CpSplit:
         """
         blocks = _plain(weight).unflatten(0, (matrices, -1))
         own = blocks[:, self.part(blocks.shape[1], what="output features")]
-        return own[0] if matrices == 1 else RowBlocks(own.unbind(0))
+        return own[0] if matrices == 1 else RowBlocks(own)
 
     def numbers(self, bias: Tensor, *, matrices: int = 1) -> Tensor:
         """Like `rows`, for a vector [..., O]."""
@@ -90,22 +89,6 @@ class CpSplit:
         if (size := own.stop - own.start) % self.aligned:
             raise NotSplitError(f"{size} input features per rank are not a multiple of {self.aligned}")
         return plain[..., own]
-
-
-class RowBlocks:
-    """A matrix [O, I] whose output features are in several tensors [o, I]."""
-
-    def __init__(self, blocks: Sequence[Tensor]) -> None:
-        self._blocks = blocks
-        self._sizes = [len(block) for block in blocks]
-        self.shape = (sum(self._sizes), blocks[0].shape[1])
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, I] -> new [T, O]; `bias` is [O], or None."""
-        product = x.new_empty(len(x), self.shape[0])
-        for block, part in zip(self._blocks, product.split(self._sizes, dim=1), strict=True):
-            linear_into(x, block, part)
-        return product if bias is None else product.add_(bias)
 
 
 def _plain(weight: Weight) -> Tensor:

@@ -41,12 +41,26 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """F.linear into `out`, [T, O], whose rows may be parts of longer ones."""
-    if len(x) == 1 and fused.has_kernels(x) and (kernels := _kernels()).takes(x, weight, None):
-        kernels.multiply(x, weight, None, out)
-    else:
-        torch.mm(x, weight.T, out=out)
+class RowBlocks:
+    """A matrix [O, I] whose output features are in blocks.
+
+    Args:
+        blocks: [B, O / B, I], a view of a larger matrix.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self._blocks = blocks
+        self.shape = (blocks.shape[0] * blocks.shape[1], blocks.shape[2])
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, I] -> new [T, O]; `bias` is [O], or None."""
+        if len(x) == 1 and fused.has_kernels(x) and (kernels := _kernels()).takes(x, self._blocks, bias):
+            product: Tensor = kernels.multiply(x, self._blocks, bias)
+            return product
+        product = x.new_empty(len(x), self.shape[0])
+        for block, part in zip(self._blocks, product.split(self._blocks.shape[1], dim=1), strict=True):
+            torch.mm(x, block.T, out=part)
+        return product if bias is None else product.add_(bias)
 
 
 class Projection(Protocol):

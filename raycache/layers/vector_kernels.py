@@ -24,32 +24,35 @@ _WARPS = 4
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `multiply` supports these tensors, and is faster than cuBLAS for them."""
+    """Whether `multiply` supports these tensors, and is faster than cuBLAS for them; arguments as there."""
     given = (x, weight) if bias is None else (x, weight, bias)
     if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or each.stride(-1) != 1 for each in given):
         return False
-    most = next((most for features, most in MOST_WEIGHTS.items() if weight.shape[1] <= features), 0)
-    return 0 < weight.numel() <= most and weight.stride(0) % 8 == 0 and bool(early(x.device)["IS_EARLY"])
+    most = next((most for features, most in MOST_WEIGHTS.items() if weight.shape[-1] <= features), 0)
+    is_aligned = all(stride % 8 == 0 for stride in weight.stride()[:-1])
+    return 0 < weight.numel() <= most and is_aligned and bool(early(x.device)["IS_EARLY"])
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """[1, I] -> [1, O], summed in float32.
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[1, I] -> new [1, O], summed in float32.
 
     Args:
         x: [1, I].
-        weight: [O, I].
+        weight: [O, I], or its output features in blocks, [B, O / B, I].
         bias: [O], or None.
-        out: [1, O] to write to; None for a new tensor.
     """
-    size, depth = weight.shape
-    out = x.new_empty(1, size) if out is None else out
+    blocks = weight if weight.dim() == 3 else weight[None]
+    size, depth = blocks.shape[0] * blocks.shape[1], blocks.shape[2]
+    out = x.new_empty(1, size)
     _multiply[(triton.cdiv(size, _ROWS),)](
         x,
         weight,
         weight if bias is None else bias,
         out,
         size,
-        weight.stride(0),
+        blocks.shape[1],
+        blocks.stride(0),
+        blocks.stride(1),
         NUM_FEATURES=depth,
         FEATURES=triton.next_power_of_2(depth),
         ROWS=_ROWS,
@@ -61,13 +64,15 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None 
 
 
 # A matrix of any number of rows is multiplied by the same kernel; strides are multiples of 8, not always of 16.
-@triton.jit(do_not_specialize=["size", "stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["size", "block_size", "block_stride", "stride"])  # type: ignore[untyped-decorator]
 def _multiply(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     size: tl.tensor,
+    block_size: tl.tensor,
+    block_stride: tl.tensor,
     stride: tl.tensor,
     NUM_FEATURES: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -78,7 +83,9 @@ def _multiply(
     """One program per ROWS output features."""
     row, feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, FEATURES)
     is_row, is_feature = row < size, feature < NUM_FEATURES
-    at = weight + row[:, None].to(tl.int64) * tl.multiple_of(stride, 8) + feature[None, :]
+    block, own = (row // block_size).to(tl.int64), (row % block_size).to(tl.int64)
+    begin = block * tl.multiple_of(block_stride, 8) + own * tl.multiple_of(stride, 8)
+    at = weight + begin[:, None] + feature[None, :]
     weights = tl.load(at, mask=is_row[:, None] & is_feature[None, :], other=0.0)
     added = tl.load(bias + row, mask=is_row & HAS_BIAS, other=0.0).to(tl.float32)
     if IS_EARLY:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycache.layers.linear import linear
+from raycache.layers.linear import RowBlocks, linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,11 +27,14 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     from raycache.layers import vector_kernels
 
     assert vector_kernels.takes(x, weight, bias)
-    found = linear(x, weight, bias).double()
+    compare(linear(x, weight, bias), x, weight, bias)
+
+
+def compare(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     right = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     # A float32 sum and one rounding to bfloat16.
     bound = right.abs() * 2**-8 + (x.double().abs() @ weight.double().abs().T) * 1e-6
-    assert bool(((found - right).abs() <= bound).all())
+    assert bool(((found.double() - right).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
@@ -46,6 +49,21 @@ def test_views() -> None:
     weight, x = draw(400, 1024, seed=1), draw(3, 2048, seed=2)
     check(x[1:2, 512:1024], weight[100:300, 256:768], None)
     check(x[2:, :1024], weight[::2], None)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize(("rows", "depth"), [(100, 1024), (7, 104), (6144, 4096)])
+@torch.inference_mode()
+def test_blocks_of_rows(rows: int, depth: int, has_bias: bool) -> None:
+    from raycache.layers import vector_kernels
+
+    whole = draw(3, 2 * rows, depth, seed=1)
+    blocks, x = whole[:, rows:], draw(1, depth, seed=2)
+    bias = draw(3 * rows, seed=3) if has_bias else None
+    assert vector_kernels.takes(x, blocks, bias) == (blocks.numel() <= vector_kernels.MOST_WEIGHTS[4096])
+    compare(RowBlocks(blocks).multiply(x, bias), x, blocks.flatten(0, 1), bias)
+    several = draw(5, depth, seed=4)
+    compare(RowBlocks(blocks).multiply(several), several, blocks.flatten(0, 1), None)
 
 
 @torch.inference_mode()
