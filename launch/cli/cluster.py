@@ -19,7 +19,7 @@ from launch import table
 from launch.cli import cache, signals
 from launch.cli.beside import Beside
 from launch.environment import hub_variables, keep_job_variables
-from launch.http.serve import bind
+from launch.http.bind import bind
 from launch.observe.requests import Observed, observe
 from launch.service import register
 from raycache.checkpoint.hub_id import hub_id
