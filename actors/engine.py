@@ -26,6 +26,7 @@ from actors.located import located
 from actors.placement import Placement
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
+from raycache.imports import importing
 from raycache.observe import logs
 from raycache.observe.kv_events import check_installed
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState
@@ -218,8 +219,9 @@ class EngineActor:
             check_installed()
         self._gangs.start_ranks(on_progress=self._note_progress)
 
-        from raycache.deployment.deployment import deploy
-        from raycache.gang.build import build_engine
+        with importing():
+            from raycache.deployment.deployment import deploy
+            from raycache.gang.build import build_engine
 
         deployment = deploy(located(self._config), device_type=self._device)
         host = self._gangs.open_host(deployment, on_progress=self._note_progress)

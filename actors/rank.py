@@ -20,6 +20,7 @@ from actors.located import located
 from actors.seat import Seat
 from raycache.config import Config
 from raycache.host.directory import Lease
+from raycache.imports import importing
 from raycache.observe import logs
 from raycache.parallel.interfaces import link
 
@@ -181,8 +182,9 @@ class RankActor:
         The libraries of kernels take longest, and go on while ranks join their groups. If that fails, `load` imports
         them again, and says why.
         """
-        import_module("raycache.rank.run")
-        backend = import_module("raycache.rank.backend")
-        import_module("raycache.rank.build")
+        with importing():
+            import_module("raycache.rank.run")
+            backend = import_module("raycache.rank.backend")
+            import_module("raycache.rank.build")
         if self._gpus.ids and self._config.attention != "torch":
             ThreadPoolExecutor(1).submit(backend.import_kernels)

@@ -25,8 +25,8 @@ from actors.progress import OnProgress
 from launch.environment import api_key, storage
 from launch.flags import from_yaml
 from launch.http.app import build_app
+from launch.http.bind import endpoint_of
 from launch.http.replicas import ReplicasApi
-from launch.http.serve import endpoint_of
 from launch.observe.requests import observe
 from raycache.api.defaults import Defaults
 from raycache.api.tokenizer import Tokenizer

@@ -19,11 +19,12 @@ from launch import table
 from launch.cli import cache, signals
 from launch.cli.beside import Beside
 from launch.environment import hub_variables, keep_job_variables
-from launch.http.serve import bind
+from launch.http.bind import bind
 from launch.observe.requests import Observed, observe
 from launch.service import register
 from raycache.checkpoint.hub_id import hub_id
 from raycache.config import Config
+from raycache.imports import importing
 from raycache.observe import logs
 from raycache.types import EngineInfo
 
@@ -86,7 +87,8 @@ def run(config: Config) -> int:
 
 
 def _checked(config: Config, progress: _Progress) -> Checked:
-    from launch.cli.builtin import check
+    with importing():
+        from launch.cli.builtin import check
 
     checked = check(config)
     progress.show("starting Ray", 0.0)  # which has begun, but is only now what the start waits for

@@ -239,7 +239,7 @@ def _replicas(options: argparse.Namespace) -> int:
 
 
 def _key(options: argparse.Namespace) -> int:
-    from launch.http.auth import add_line, new_key
+    from launch.http.keys import add_line, new_key
 
     key, line = new_key(options.name, rights=tuple(options.rights))
     if options.file is None:

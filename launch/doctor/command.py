@@ -112,7 +112,7 @@ def _cpus(config: Config) -> CheckResult:
 
 def _port(config: Config) -> CheckResult:
     try:
-        from launch.http.serve import bind
+        from launch.http.bind import bind
     except ImportError as cause:
         return CheckResult("packages", Outcome.FAILED, f"{cause}; install raycache again")
 

@@ -21,9 +21,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.http.auth import Authentication, Keys, keys_of, owned
+from launch.http.auth import Authentication, owned
 from launch.http.cache import CacheApi
 from launch.http.followers import Followers
+from launch.http.keys import Keys, keys_of
 from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
 from launch.http.page import UiPage

@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.auth import ADMIN, check_operator, tenant_of
+from launch.http.auth import check_operator, tenant_of
+from launch.http.keys import ADMIN
 from launch.http.wire import json_response
 from raycache.api.engine import AsyncEngine
 from raycache.config import Config

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.auth import ADMIN, Keys, check_operator, tenant_of
+from launch.http.auth import check_operator, tenant_of
+from launch.http.keys import ADMIN, Keys
 from launch.http.wire import json_response, number
 from raycache.api.engine import AsyncEngine
 from raycache.api.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ import openai
 from actors.front import RayEngine
 from actors.placement import reserve
 from launch.http.app import build_app
-from launch.http.serve import bind, serve
+from launch.http.bind import bind
+from launch.http.serve import serve
 from launch.observe.requests import Observed
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config

@@ -21,8 +21,9 @@ from actors.cluster import Cluster
 from actors.replicas import Replicas
 from actors.starter import Starter
 from launch.http.app import build_app
+from launch.http.bind import bind
 from launch.http.replicas import ReplicasApi
-from launch.http.serve import bind, serve
+from launch.http.serve import serve
 from raycache.api.replicas import ReplicaAction, ReplicaCommand
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.http.app import build_app
-from launch.http.serve import bind, serve
+from launch.http.bind import bind
+from launch.http.serve import serve
 from raycache import LLM
 from raycache.config import Config
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState

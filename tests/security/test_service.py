@@ -23,7 +23,7 @@ import openai
 import psutil
 import pytest
 
-from launch.http import auth
+from launch.http.keys import add_line, new_key
 from tests.actors.launched import endpoint_of, start
 from tests.oracle import tiny_tokenizers
 from tests.oracle.tiny import make_tiny
@@ -59,8 +59,8 @@ def served() -> Iterator[Served]:
     certificate, key = authority.sign("localhost")
     keys = {}
     for name, rights in (("alice", ()), ("bob", ()), ("operator", ("admin",))):
-        keys[name], line = auth.new_key(name, rights=rights)
-        auth.add_line(folder / "tenants", line)
+        keys[name], line = new_key(name, rights=rights)
+        add_line(folder / "tenants", line)
     process = start(
         model,
         folder,

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from launch.cli.main import main
-from launch.http import auth
+from launch.http import keys
 from launch.http.app import build_app
-from launch.http.serve import bind
+from launch.http.bind import bind
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
@@ -135,10 +135,10 @@ def test_without_tenants_the_salt_is_what_the_client_sends(engine: ScriptedEngin
 
 
 def test_a_tenant_keeps_its_cache_when_a_second_key_is_added() -> None:
-    first = auth.parse_tenants(line("alice", "old"), name="x")
-    both = auth.parse_tenants(line("alice", "old") + line("alice", "new"), name="x")
+    first = keys.parse_tenants(line("alice", "old"), name="x")
+    both = keys.parse_tenants(line("alice", "old") + line("alice", "new"), name="x")
     assert {tenant.salt("s") for tenant in both.values()} == {tenant.salt("s") for tenant in first.values()}
-    renamed = auth.parse_tenants(line("alicia", "old"), name="x")
+    renamed = keys.parse_tenants(line("alicia", "old"), name="x")
     assert next(iter(renamed.values())).salt("s") != next(iter(first.values())).salt("s")
 
 
@@ -149,7 +149,7 @@ def test_the_file_is_read_again_when_it_changes_and_stays_good_when_it_breaks(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(auth, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(keys, "_LOOK_AGAIN_S", 0.0)
 
     async def status(client: httpx.AsyncClient, key: str) -> int:
         return (await client.get("/v1/models", headers=header(key))).status_code
@@ -255,12 +255,12 @@ def test_the_command_makes_keys_that_work(
     engine: ScriptedEngine, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "made"
-    keys = []
+    made = []
     for arguments in (["alice", "requests=4"], ["operator", "admin", "metrics"]):
         assert main(["key", *arguments, "--file", str(path)]) == 0
-        keys.append(capsys.readouterr().out.strip())
+        made.append(capsys.readouterr().out.strip())
     assert os.stat(path).st_mode & 0o777 == 0o600
-    assert not any(key in path.read_text() for key in keys)
+    assert not any(key in path.read_text() for key in made)
     assert main(["key", "alice"]) == 0
     said = capsys.readouterr()
     assert hashlib.sha256(said.out.strip().encode()).hexdigest() in said.err
@@ -269,7 +269,7 @@ def test_the_command_makes_keys_that_work(
 
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer, api_keys=str(path)) as client:
-            found = [(await client.get("/status", headers=header(key))).status_code for key in keys]
+            found = [(await client.get("/status", headers=header(key))).status_code for key in made]
             assert found == [403, 200]
 
     run(scenario())

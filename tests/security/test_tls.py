@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from launch.cli import client as own_client
-from launch.http.serve import bind
+from launch.http.bind import bind
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from launch.http.app import build_app
-from launch.http.serve import bind, serve
+from launch.http.bind import bind
+from launch.http.serve import serve
 from launch.observe.requests import Observed
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config

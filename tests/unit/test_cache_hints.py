@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.http.auth import new_key
+from launch.http.keys import new_key
 from raycache.api.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_asgi, run

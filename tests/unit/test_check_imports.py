@@ -34,3 +34,10 @@ def test_ray_and_ranks_are_started_before_torch_is_imported(module: str) -> None
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False"]
+
+
+def test_ray_is_started_before_the_server_is_imported() -> None:
+    heavy = "{'numpy', 'pydantic', 'uvicorn', 'jinja2', 'llguidance'}"
+    code = f"import sys, launch.cli.cluster; print(*{heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from launch.http.app import build_app
-from launch.http.serve import bind, serve
+from launch.http.bind import bind
+from launch.http.serve import serve
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, QueueFullError

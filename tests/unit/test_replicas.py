@@ -16,8 +16,9 @@ from starlette.routing import Route
 from actors.starter import check_replicas, check_storage
 from launch.cli.main import main
 from launch.http.app import build_app
+from launch.http.bind import bind
 from launch.http.replicas import ReplicasApi
-from launch.http.serve import bind, serve
+from launch.http.serve import serve
 from raycache.api.replicas import ReplicaAction, ReplicaCommand
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
