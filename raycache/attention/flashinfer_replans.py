@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.flashinfer_tables import Table
-from raycache.memory.streams import after_compute
+from raycache.memory.streams import PinnedUse, after_compute
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class StaticTable:
         sizes = [*room, rows * static.max_pages]
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._filling = PinnedUse(device)
         *counts, self.ids = self._device.split(sizes)
         self.queries, self.indptr, self.last, self.lens = (
             part[:length] for part, length in zip(counts, lengths.values(), strict=True)
@@ -80,11 +81,12 @@ class StaticTable:
         self._ids = self._host[self._num_counts :].numpy()
 
     def fill(self, table: Table) -> None:
-        """Copy a table to the device. The previous copy must have ended."""
-        for name, column in self._columns.items():
-            column[:] = getattr(table, name)
-        self._ids[: len(table.ids)] = table.ids
-        self.used(table).copy_(self._host[: self._num_counts + len(table.ids)], non_blocking=True)
+        """Copy a table to the device."""
+        with self._filling:
+            for name, column in self._columns.items():
+                column[:] = getattr(table, name)
+            self._ids[: len(table.ids)] = table.ids
+            self.used(table).copy_(self._host[: self._num_counts + len(table.ids)], non_blocking=True)
 
     def used(self, table: Table) -> Tensor:
         """The part of the device's buffer that a table fills."""

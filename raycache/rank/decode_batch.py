@@ -66,7 +66,7 @@ class DecodeBatch:
         self.fill(StepPlan(0), {space: PageTables() for space in pool.windows})
 
     def fill(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Set the inputs from a plan. Waits until the copy to the device of the previous call has ended.
+        """Set the inputs from a plan.
 
         Args:
             plan: at most `size` tokens; rows with drafts, or of one token.
