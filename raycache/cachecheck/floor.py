@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from raycache.cachecheck.answers import Answer, Question
 from raycache.cachecheck.client import CannotTestError
@@ -18,7 +18,7 @@ from raycache.cachecheck.target import CHAT, Cold
 _SHARE = 8
 """One of so many requests of the budget is for the noise floor, times the five of each question."""
 
-_LEAST_QUESTIONS, _MOST_QUESTIONS = 6, 16
+_LEAST_QUESTIONS, _MOST_QUESTIONS = 8, 16
 _ALONE, _PIECES, _BATCH = "alone", "in other pieces", "in batches"
 
 ASSUMED, ASSUMED_NATS = "assumed", 0.25
@@ -46,12 +46,15 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         count = min(2 * _MOST_QUESTIONS, max(_MOST_QUESTIONS, budget // 20))
     lengths = [write.length() for _ in range(count - 2)] + [4 * write.num_records] * 2
     questions = [write.question(length) for length in lengths]
-    firsts, alone, pieces = [], [], []
+    firsts: list[Answer] = []
+    alone: dict[str, Pair] = {}
+    pieces: dict[str, Pair] = {}
     for question in questions:
         first = await lab.cold(question)
         firsts.append(first)
-        alone.append(_pair(first, await lab.cold(question)))
-        pieces += await _in_other_pieces(lab, question, first)
+        alone[question.topic] = _pair(first, await lab.cold(question))
+        if (found := await _in_other_pieces(lab, question, first)) is not None:
+            pieces[question.topic] = found
     batched: dict[str, list[Pair]] = defaultdict(list)
     asked = list(zip(questions, firsts, strict=True))
     for batch in (*_batches(asked), *_batches(asked[::-1])):
@@ -59,14 +62,17 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
         for (question, first), answer in zip(batch, answers, strict=False):
             batched[question.topic].append(_pair(first, answer))
-    twice = [_largest(batched[question.topic]) for question in questions if question.topic in batched]
+    twice = {topic: _largest(found) for topic, found in batched.items()}
     pairs = {_ALONE: alone, _PIECES: _of_one_tokenisation(pieces), _BATCH: twice}
-    samples = {kind: [nats for nats, _ in found if nats is not None] for kind, found in pairs.items()}
+    samples = {kind: [nats for nats, _ in found.values() if nats is not None] for kind, found in pairs.items()}
+    each = [_largest([found[topic] for found in pairs.values() if topic in found]) for topic in alone]
+    changes = [nats for nats, _ in each if nats is not None]
     if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
         samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
-    noise = noise_of(samples, looks=budget)
+        changes = [max(nats, ASSUMED_NATS) for nats in changes]
+    noise = noise_of(samples, looks=budget, questions=changes)
     if noise is None:
-        noise = noise_of_texts([_largest(both)[1] for both in zip(alone, twice, strict=False)], looks=budget)
+        noise = noise_of_texts([_largest([alone[topic], twice[topic]])[1] for topic in twice], looks=budget)
     if noise is None or not noise.is_usable:
         raise CannotTestError(_too_noisy(noise, lab.target.cold))
     return noise
@@ -83,28 +89,28 @@ def _pair(first: Answer, second: Answer, *, skip: int = 0) -> Pair:
     return found.nats, found.diverged_at
 
 
-async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> list[Pair]:
-    """Tokens that were computed one by one, computed again as a part of the prompt."""
+async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Pair | None:
+    """Tokens that were computed one by one, computed again as a part of the prompt; None: that cannot be done."""
     if lab.target.path == CHAT or len(first.tokens) < 3:
-        return []
+        return None
     at = lab.writer.choose(1, len(first.tokens) - 2)
     told = "".join(token.text for token in first.tokens[:at])
     if not first.text.startswith(told):
-        return []
+        return None
     second = await lab.cold(dataclasses.replace(question, text=question.text + told))
     if first.prompt_tokens is None or second.prompt_tokens != first.prompt_tokens + at:
-        return []  # the text is other tokens there
-    return [_pair(first, second, skip=at)]
+        return None  # the text is other tokens there
+    return _pair(first, second, skip=at)
 
 
-def _of_one_tokenisation(pairs: list[Pair]) -> list[Pair]:
+def _of_one_tokenisation(pairs: Mapping[str, Pair]) -> Mapping[str, Pair]:
     """Without pairs, at most a quarter, whose text became other tokens, though as many."""
-    nats = [found for found, _ in pairs if found is not None]
+    nats = [found for found, _ in pairs.values() if found is not None]
     if not nats:
-        return []
+        return {}
     limit = max(0.3, 50 * max(RESOLUTION, statistics.median(nats)))
-    kept: list[Pair] = [pair for pair in pairs if pair[0] is not None and pair[0] <= limit]
-    return kept if len(kept) >= 0.75 * len(pairs) else []
+    kept = {topic: pair for topic, pair in pairs.items() if pair[0] is not None and pair[0] <= limit}
+    return kept if len(kept) >= 0.75 * len(pairs) else {}
 
 
 def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Question, Answer]]]:
