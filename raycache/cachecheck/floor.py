@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from raycache.cachecheck.answers import Answer, Question
 from raycache.cachecheck.client import CannotTestError
-from raycache.cachecheck.compare import difference
+from raycache.cachecheck.compare import Difference, difference
 from raycache.cachecheck.lab import Lab
 from raycache.cachecheck.noise import RESOLUTION, Noise, noise_of, noise_of_texts
 from raycache.cachecheck.pressure import AT_ONCE
@@ -26,9 +26,6 @@ ASSUMED, ASSUMED_NATS = "assumed", 0.25
 nothing shows how a hit is rounded. As measured in bfloat16."""
 
 _FEW = 3
-
-Pair = tuple[float | None, int | None]
-"""Largest change in nats, and the first place that differs."""
 
 
 async def measure(lab: Lab, *, budget: int) -> Noise:
@@ -47,49 +44,54 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
     lengths = [write.length() for _ in range(count - 2)] + [4 * write.num_records] * 2
     questions = [write.question(length) for length in lengths]
     firsts: list[Answer] = []
-    alone: dict[str, Pair] = {}
-    pieces: dict[str, Pair] = {}
+    alone: dict[str, Difference] = {}
+    pieces: dict[str, Difference] = {}
     for question in questions:
         first = await lab.cold(question)
         firsts.append(first)
-        alone[question.topic] = _pair(first, await lab.cold(question))
+        alone[question.topic] = difference(first, await lab.cold(question))
         if (found := await _in_other_pieces(lab, question, first)) is not None:
             pieces[question.topic] = found
-    batched: dict[str, list[Pair]] = defaultdict(list)
+    batched: defaultdict[str, list[Difference]] = defaultdict(list)
     asked = list(zip(questions, firsts, strict=True))
     for batch in (*_batches(asked), *_batches(asked[::-1])):
         spaces = [await lab.cold_space() for _ in batch]
         answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
         for (question, first), answer in zip(batch, answers, strict=False):
-            batched[question.topic].append(_pair(first, answer))
-    twice = {topic: _largest(found) for topic, found in batched.items()}
-    pairs = {_ALONE: alone, _PIECES: _of_one_tokenisation(pieces), _BATCH: twice}
-    samples = {kind: [nats for nats, _ in found.values() if nats is not None] for kind, found in pairs.items()}
-    each = [_largest([found[topic] for found in pairs.values() if topic in found]) for topic in alone]
-    changes = [nats for nats, _ in each if nats is not None]
+            batched[question.topic].append(difference(first, answer))
+    pieces = _of_one_tokenisation(pieces)
+    pairs = {_ALONE: _single(alone), _PIECES: _single(pieces), _BATCH: batched}
+    samples = {kind: _largest(found.values()) for kind, found in pairs.items()}
+    # A question that was not computed in other pieces may show no noise where a hit would.
+    topics = pieces if len(samples[_PIECES]) >= _FEW else alone
+    means = [max(one.mean for found in pairs.values() for one in found.get(topic, ())) for topic in topics]
     if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
         samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
-        changes = [max(nats, ASSUMED_NATS) for nats in changes]
-    noise = noise_of(samples, looks=budget, questions=changes)
+        means = [max(mean, ASSUMED_NATS) for mean in means]
+    noise = noise_of(samples, looks=budget, questions=means)
     if noise is None:
-        noise = noise_of_texts([_largest([alone[topic], twice[topic]])[1] for topic in twice], looks=budget)
+        noise = noise_of_texts([_first([alone[topic], *found]) for topic, found in batched.items()], looks=budget)
     if noise is None or not noise.is_usable:
         raise CannotTestError(_too_noisy(noise, lab.target.cold))
     return noise
 
 
-def _largest(pairs: Sequence[Pair]) -> Pair:
-    """Of pairs of the same question, which are one sample: the largest change, and the first place."""
-    changes = [nats for nats, _ in pairs if nats is not None]
-    return max(changes, default=None), min((place for _, place in pairs if place is not None), default=None)
+def _single(pairs: Mapping[str, Difference]) -> Mapping[str, list[Difference]]:
+    return {topic: [found] for topic, found in pairs.items()}
 
 
-def _pair(first: Answer, second: Answer, *, skip: int = 0) -> Pair:
-    found = difference(first, second, skip=skip)
-    return found.nats, found.diverged_at
+def _largest(pairs: Iterable[Sequence[Difference]]) -> list[float]:
+    """Largest change of each question, of which all pairs are one sample."""
+    each = ([one.nats for one in found if one.nats is not None] for found in pairs)
+    return [max(nats) for nats in each if nats]
 
 
-async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Pair | None:
+def _first(pairs: Sequence[Difference]) -> int | None:
+    """First place where texts of a question differ."""
+    return min((one.diverged_at for one in pairs if one.diverged_at is not None), default=None)
+
+
+async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Difference | None:
     """Tokens that were computed one by one, computed again as a part of the prompt; None: that cannot be done."""
     if lab.target.path == CHAT or len(first.tokens) < 3:
         return None
@@ -100,16 +102,16 @@ async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Pair 
     second = await lab.cold(dataclasses.replace(question, text=question.text + told))
     if first.prompt_tokens is None or second.prompt_tokens != first.prompt_tokens + at:
         return None  # the text is other tokens there
-    return _pair(first, second, skip=at)
+    return difference(first, second, skip=at)
 
 
-def _of_one_tokenisation(pairs: Mapping[str, Pair]) -> Mapping[str, Pair]:
+def _of_one_tokenisation(pairs: Mapping[str, Difference]) -> dict[str, Difference]:
     """Without pairs, at most a quarter, whose text became other tokens, though as many."""
-    nats = [found for found, _ in pairs.values() if found is not None]
+    nats = [found.nats for found in pairs.values() if found.nats is not None]
     if not nats:
         return {}
     limit = max(0.3, 50 * max(RESOLUTION, statistics.median(nats)))
-    kept = {topic: pair for topic, pair in pairs.items() if pair[0] is not None and pair[0] <= limit}
+    kept = {topic: found for topic, found in pairs.items() if found.nats is not None and found.nats <= limit}
     return kept if len(kept) >= 0.75 * len(pairs) else {}
 
 

@@ -79,20 +79,21 @@ class Judge:
         """
         noise, hits, changes = self._noise, self._hits, self._changes
         differ = sum(one.difference.diverged_at is not None for one in hits)
-        if not changes or differ < MANY * len(hits) or (chance := noise.rank(changes)) > ONCE:
+        above = sum(change > noise.most for change in changes)
+        chance = noise.chance_of(above, of=len(changes))
+        if not above or differ < MANY * len(hits) or chance > ONCE:
             return []
         what = (
-            f"{differ} of {len(hits)} texts differ; hits of {len(changes)} prompts moved log-probabilities by about "
-            f"{statistics.median(changes):.2g} nats, {len(noise.questions)} cold prompts by about "
-            f"{statistics.median(noise.questions):.2g} (p = {chance:.1g} if twice as much were noise)"
+            f"{differ} of {len(hits)} texts differ, and hits of {above} of {len(changes)} prompts moved by more than "
+            f"{noise.most:.2g} nats on average, twice the most of {len(noise.questions)} cold prompts (p = {chance:.1g})"
         )
         return [Fault(ALL, "typical", what, number)]
 
 
 def _by_prompt(found: Sequence[Comparison]) -> list[float]:
-    """Median change of each prompt's hits, nats."""
+    """Median of the mean changes of each prompt's hits, nats."""
     changes = defaultdict(list)
     for one in found:
         if one.is_hit and one.difference.nats is not None:
-            changes[one.topic].append(one.difference.nats)
+            changes[one.topic].append(one.difference.mean)
     return [statistics.median(each) for each in changes.values()]

@@ -21,8 +21,8 @@ ALPHA each; the last looks once, at the end, and has half:
     gross       one comparison exceeds the bound of p = ALPHA / 4k
     repeated    in so many rounds most comparisons exceed the bound of p = SOME, that Binomial(n, CHANCE) reaches that
                 many with a probability of at most ALPHA / 4k
-    typical     the median changes of each prompt's hits rank so high among twice the largest changes of cold prompts,
-                that chance does it with a probability of at most ALPHA / 2 (Wilcoxon's rank-sum test), and at least
+    typical     hits of so many prompts move by more than FACTOR times the most that a cold prompt does, that chance
+                would choose as many with a probability of at most ALPHA / 2 (Rosenbaum's exceedance test), and at least
                 MANY of all hits' texts differ
 
 A round is one pass of a scenario. Its prompts have much in common, and one that rounding changes much has large changes
@@ -32,12 +32,15 @@ other; CHANCE is more, because the few samples may be smaller than most. Rounds 
 scenarios together; each takes two requests or more, so that both counts are looked at k times at most.
 
 The third test is for servers whose noise is large, such as 0.2 nats in 4-bit blocks: there the first two bounds lie
-above what a fault can change. It assumes no distribution, only that prompts are independent, as they are drawn apart.
-Three things keep it from what is no fault. A hit must have moved by more than twice what cold prompts did, because one
-token computed alone is rounded otherwise than a hundred together, a little and always, which ranks alone would show.
-The median of a prompt's hits stands against the largest of up to five cold answers. And texts must differ, so that on
-a server with hardly any noise a change which matters to nobody is none. How many texts differ is not tested by itself:
-of a right server's hits a third were seen to, beside few of its cold prompts, all of them near ties.
+above what a fault can change. It compares the mean change over all tokens, which varies less than the largest. If all
+m + n values of m prompts with hits and n cold prompts are from one distribution, each order of them is equally likely,
+so that the largest t are all of hits with a probability of C(m + n - t, n) / C(m + n, n), whatever the distribution.
+
+Three things keep it from what is no fault. The factor: one token computed alone is rounded otherwise than a hundred
+together, a little and always, which ranks alone would show. The median of a prompt's hits stands against the largest of
+up to five cold answers. And texts must differ, so that on a server with hardly any noise a change which matters to
+nobody is none. How many texts differ is not tested by itself: of a right server's hits a third were seen to, beside few
+of its cold prompts, all of them near ties.
 
 By the union bound, a right server is called faulty in at most ALPHA of all runs.
 """
@@ -49,8 +52,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from raycache.cachecheck.ranks import rank_test
 
 ALPHA = 0.001
 """Share of runs in which a right server may be called faulty."""
@@ -97,7 +98,7 @@ class Noise:
         gross: threshold that in no comparison of a run may be exceeded, nats.
         chance: see `some`.
         looks: number of looks that the error is divided by.
-        questions: largest change of each cold prompt, nats; empty: only texts are compared.
+        questions: mean change of each cold prompt, nats; empty: only texts are compared.
         characters: of two texts that are compared, where there are no log-probabilities; None: all.
     """
 
@@ -156,13 +157,14 @@ class Noise:
         """Whether so many rounds above the lower threshold show a fault."""
         return binomial_tail(exceeded, of, self.chance) <= self.per_look
 
-    def rank(self, hits: Sequence[float]) -> float:
-        """Probability that hits of a right server would rank so high among twice the changes of cold prompts.
+    @property
+    def most(self) -> float:
+        """Mean change that a right server's prompts rarely exceed if they have FACTOR times the noise, nats."""
+        return FACTOR * max(RESOLUTION, *self.questions) if self.questions else math.inf
 
-        Args:
-            hits: typical change of each prompt's hits, nats.
-        """
-        return rank_test(hits, [FACTOR * max(nats, RESOLUTION) for nats in self.questions])
+    def chance_of(self, above: int, *, of: int) -> float:
+        """Probability that hits of so many prompts exceed `most`, on a right server."""
+        return math.comb(of + len(self.questions) - above, of - above) / math.comb(of + len(self.questions), of)
 
 
 class Rounds:
@@ -192,7 +194,7 @@ def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int, questions: S
     Args:
         samples: kind of pair -> largest changes, nats.
         looks: number of comparisons that a run can have.
-        questions: largest change of each cold prompt, nats.
+        questions: mean change of each cold prompt, nats.
     """
     kinds = {kind: _logs(values) for kind, values in samples.items() if len(values) >= 2}
     if sum(len(samples[kind]) for kind in kinds) < _MIN_SAMPLES:

@@ -104,7 +104,7 @@ class Model:
     def _hit(self, draw: random.Random, name: str, topic: str, size: float) -> Comparison:
         nats = self.shift + self.hits * self._change(draw, size) + self.fault * draw.random()
         differs = draw.random() < -math.expm1(-self.differ * nats)
-        return Comparison(name, "", _HIT, _HIT, Difference(nats, 0, 0 if differs else None, 16), 1, topic)
+        return Comparison(name, "", _HIT, _HIT, Difference(nats, 0, 0 if differs else None, 16, nats), 1, topic)
 
 
 RIGHT: Mapping[str, Model] = {

@@ -24,7 +24,6 @@ from raycache.cachecheck.compare import difference
 from raycache.cachecheck.noise import ALPHA, Noise, Rounds, binomial_tail, noise_of, noise_of_texts, t_quantile
 from raycache.cachecheck.page import as_html
 from raycache.cachecheck.pressure import Timing
-from raycache.cachecheck.ranks import rank_test
 from raycache.cachecheck.report import as_json, as_text
 from raycache.cachecheck.target import Cold
 from tests.oracle.noise_models import RIGHT, Model
@@ -55,24 +54,15 @@ def test_the_tail_of_a_binomial_distribution_is_the_sum_of_its_outcomes() -> Non
     assert binomial_tail(3, 8, 0.01) == pytest.approx(5.4e-5, rel=0.05)
 
 
-def test_the_rank_test_counts_the_orders_of_two_groups() -> None:
-    for larger, smaller in (
-        ([3.0, 1.0, 7.0], [2.0, 4.0]),
-        ([5.0, 6.0, 7.0, 9.0], [1.0, 2.0, 8.0]),
-        ([1.0], [2.0, 3.0]),
-    ):
-        ranked = sorted(larger + smaller)
-        won = sum(one > other for one in larger for other in smaller)
-        orders = [set(chosen) for chosen in itertools.combinations(ranked, len(larger))]
-        wins = [sum(one > other for one in order for other in set(ranked) - order) for order in orders]
-        expected = sum(count >= won for count in wins) / len(orders)
-        assert rank_test(larger, smaller) == pytest.approx(expected)
-
-
-def test_the_rank_test_gives_ties_and_empty_groups_no_weight() -> None:
-    assert rank_test([1.0] * 20, [1.0] * 6) == 1
-    assert rank_test([], [1.0]) == rank_test([1.0], []) == 1
-    assert rank_test([2.0] * 12, [1.0] * 6) == pytest.approx(1 / math.comb(18, 6))
+@pytest.mark.parametrize(("hits", "cold"), [(4, 3), (3, 5), (1, 1)])
+def test_the_exceedance_test_counts_orders_of_two_groups(hits: int, cold: int) -> None:
+    noise = noise_of({"a": [0.1] * 9}, looks=100, questions=[0.1] * cold)
+    assert noise is not None
+    orders = list(itertools.combinations(range(hits + cold), hits))  # the places of hits
+    for above in range(hits + 1):
+        largest = set(range(hits + cold)[hits + cold - above :])
+        expected = sum(largest <= set(order) for order in orders) / len(orders)
+        assert noise.chance_of(above, of=hits) == pytest.approx(expected)
 
 
 # --- comparisons
