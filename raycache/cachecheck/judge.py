@@ -85,7 +85,7 @@ class Judge:
             return []
         what = (
             f"{differ} of {len(hits)} texts differ, and hits of {above} of {len(changes)} prompts moved by more than "
-            f"{noise.most:.2g} nats on average, twice the most of {len(noise.questions)} cold prompts (p = {chance:.1g})"
+            f"{noise.most:.2g} nats on average, twice the most of {len(noise.questions)} cold ones (p = {chance:.1g})"
         )
         return [Fault(ALL, "typical", what, number)]
 

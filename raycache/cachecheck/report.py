@@ -165,7 +165,7 @@ def _statistics(noise: Noise) -> list[str]:
         f"a log-spread of {noise.spread:.2g}",
         f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}, or, at the end, so many "
         f"prompts whose hits move by more than {noise.most:.3g} nats on average, twice the most of "
-        f"{len(noise.questions)} cold prompts, that chance chooses as many with p <= {ONCE:.1g} (Rosenbaum's exceedance "
+        f"{len(noise.questions)} cold ones, that chance chooses as many with p <= {ONCE:.1g} (Rosenbaum's exceedance "
         f"test), while {MANY:.0%} of texts or more differ",
         f"thresholds: log-normal prediction bounds (Student's t) of the noisiest kind, times {FACTOR:g}",
         f"error: {rarely} (Bonferroni over {noise.looks} looks and three tests)",
