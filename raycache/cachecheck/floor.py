@@ -52,43 +52,13 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         alone[question.topic] = difference(first, await lab.cold(question))
         if (found := await _in_other_pieces(lab, question, first)) is not None:
             pieces[question.topic] = found
-    batched: defaultdict[str, list[Difference]] = defaultdict(list)
-    asked = list(zip(questions, firsts, strict=True))
-    for batch in (*_batches(asked), *_batches(asked[::-1])):
-        spaces = [await lab.cold_space() for _ in batch]
-        answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
-        for (question, first), answer in zip(batch, answers, strict=False):
-            batched[question.topic].append(difference(first, answer))
-    pieces = _of_one_tokenisation(pieces)
-    pairs = {_ALONE: _single(alone), _PIECES: _single(pieces), _BATCH: batched}
-    samples = {kind: _largest(found.values()) for kind, found in pairs.items()}
-    # A question that was not computed in other pieces may show no noise where a hit would.
-    topics = pieces if len(samples[_PIECES]) >= _FEW else alone
-    means = [max(one.mean for found in pairs.values() for one in found.get(topic, ())) for topic in topics]
-    if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
-        samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
-        means = [max(mean, ASSUMED_NATS) for mean in means]
-    noise = noise_of(samples, looks=budget, questions=means)
+    batched = await _in_batches(lab, list(zip(questions, firsts, strict=True)))
+    noise = _noise_of_numbers(alone, _of_one_tokenisation(pieces), batched, looks=budget)
     if noise is None:
         noise = noise_of_texts([_first([alone[topic], *found]) for topic, found in batched.items()], looks=budget)
     if noise is None or not noise.is_usable:
         raise CannotTestError(_too_noisy(noise, lab.target.cold))
     return noise
-
-
-def _single(pairs: Mapping[str, Difference]) -> Mapping[str, list[Difference]]:
-    return {topic: [found] for topic, found in pairs.items()}
-
-
-def _largest(pairs: Iterable[Sequence[Difference]]) -> list[float]:
-    """Largest change of each question, of which all pairs are one sample."""
-    each = ([one.nats for one in found if one.nats is not None] for found in pairs)
-    return [max(nats) for nats in each if nats]
-
-
-def _first(pairs: Sequence[Difference]) -> int | None:
-    """First place where texts of a question differ."""
-    return min((one.diverged_at for one in pairs if one.diverged_at is not None), default=None)
 
 
 async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Difference | None:
@@ -105,6 +75,24 @@ async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Diffe
     return difference(first, second, skip=at)
 
 
+async def _in_batches(lab: Lab, asked: Sequence[tuple[Question, Answer]]) -> Mapping[str, Sequence[Difference]]:
+    """Each question twice, together with others."""
+    batched: defaultdict[str, list[Difference]] = defaultdict(list)
+    for batch in (*_batches(asked), *_batches(asked[::-1])):
+        spaces = [await lab.cold_space() for _ in batch]
+        answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
+        for (question, first), answer in zip(batch, answers, strict=False):
+            batched[question.topic].append(difference(first, answer))
+    return batched
+
+
+def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Question, Answer]]]:
+    """Of at most AT_ONCE, about equally long."""
+    count = -(-len(asked) // AT_ONCE)
+    size = -(-len(asked) // count)
+    return [asked[start : start + size] for start in range(0, len(asked), size)]
+
+
 def _of_one_tokenisation(pairs: Mapping[str, Difference]) -> dict[str, Difference]:
     """Without pairs, at most a quarter, whose text became other tokens, though as many."""
     nats = [found.nats for found in pairs.values() if found.nats is not None]
@@ -115,11 +103,43 @@ def _of_one_tokenisation(pairs: Mapping[str, Difference]) -> dict[str, Differenc
     return kept if len(kept) >= 0.75 * len(pairs) else {}
 
 
-def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Question, Answer]]]:
-    """Of at most AT_ONCE, about equally long."""
-    count = -(-len(asked) // AT_ONCE)
-    size = -(-len(asked) // count)
-    return [asked[start : start + size] for start in range(0, len(asked), size)]
+def _noise_of_numbers(
+    alone: Mapping[str, Difference],
+    pieces: Mapping[str, Difference],
+    batched: Mapping[str, Sequence[Difference]],
+    *,
+    looks: int,
+) -> Noise | None:
+    """From changes of log-probabilities; None: too few.
+
+    Args:
+        alone, pieces, batched: topic of a question -> its pairs.
+        looks: number of comparisons that a run can have.
+    """
+    pairs = {_ALONE: _single(alone), _PIECES: _single(pieces), _BATCH: batched}
+    samples = {kind: _largest(found.values()) for kind, found in pairs.items()}
+    # A question that was not computed in other pieces may show no noise where a hit would.
+    topics = pieces if len(samples[_PIECES]) >= _FEW else alone
+    means = [max(one.mean for found in pairs.values() for one in found.get(topic, ())) for topic in topics]
+    if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
+        samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
+        means = [max(mean, ASSUMED_NATS) for mean in means]
+    return noise_of(samples, looks=looks, questions=means)
+
+
+def _single(pairs: Mapping[str, Difference]) -> Mapping[str, list[Difference]]:
+    return {topic: [found] for topic, found in pairs.items()}
+
+
+def _largest(pairs: Iterable[Sequence[Difference]]) -> list[float]:
+    """Largest change of each question, of which all pairs are one sample."""
+    each = ([one.nats for one in found if one.nats is not None] for found in pairs)
+    return [max(nats) for nats in each if nats]
+
+
+def _first(pairs: Sequence[Difference]) -> int | None:
+    """First place where texts of a question differ."""
+    return min((one.diverged_at for one in pairs if one.diverged_at is not None), default=None)
 
 
 def _too_noisy(noise: Noise | None, cold: Cold) -> str:

@@ -86,6 +86,7 @@ def test_answers_are_as_far_apart_as_the_largest_change_of_a_log_probability() -
     other = answer(token("a", a=-0.5, b=-1.5), token("c", c=-0.25, d=-2.5))
     found = difference(one, other)
     assert (found.nats, found.position, found.diverged_at, found.compared) == (0.5, 1, None, 2)
+    assert found.mean == 0.25
 
 
 def test_a_tie_that_rounding_decides_is_a_small_difference() -> None:
@@ -288,6 +289,14 @@ def test_a_fault_above_the_noise_is_found(shift: float, share: float) -> None:
     result = run(NoisyServer(1, shift=shift, share=share), stops=True)
     assert result.exit_code == 1 and result.requests < 150
     assert result.faults[0].test == ("repeated" if share == 1 else "gross")
+
+
+def test_a_fault_below_what_noise_explains_is_found_by_most_hits_together() -> None:
+    for shift, code in ((0.0, 0), (1.5, 1)):
+        result = run(NoisyServer(1, batched=0.1, cached=0.1, shift=shift), seed=1)
+        assert result.exit_code == code, as_text(result)
+    assert [(fault.scenario, fault.test) for fault in result.faults] == [("all scenarios", "typical")]
+    assert result.noise is not None and result.noise.gross > 10
 
 
 def test_a_server_noisier_than_any_fault_cannot_be_tested() -> None:
