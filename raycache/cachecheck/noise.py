@@ -38,9 +38,9 @@ so that the largest t are all of hits with a probability of C(m + n - t, n) / C(
 
 Three things keep it from what is no fault. The factor: one token computed alone is rounded otherwise than a hundred
 together, a little and always, which ranks alone would show. The median of a prompt's hits stands against the largest of
-up to five cold answers. And texts must differ, so that on a server with hardly any noise a change which matters to
-nobody is none. How many texts differ is not tested by itself: of a right server's hits a third were seen to, beside few
-of its cold prompts, all of them near ties.
+up to four cold pairs. And texts must differ, so that on a server with hardly any noise a change which matters to
+nobody is none. How many texts differ is not tested by itself: of a right server's hits a fifth do, beside few of its
+cold pairs, all at near ties.
 
 By the union bound, a right server is called faulty in at most ALPHA of all runs.
 """
