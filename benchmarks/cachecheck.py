@@ -1,6 +1,7 @@
 """How often `raycache cachecheck` finds faults, and how often it calls a right server faulty, over many seeds.
 
     python -m benchmarks.cachecheck faults                          # faults planted in a small server
+    python -m benchmarks.cachecheck simulated                       # modelled noise, without a server
     python -m benchmarks.cachecheck right MODEL [-- --tp 2 ...]     # raycache launch MODEL with these flags
     python -m benchmarks.cachecheck right llama                     # the same with a tiny random model of a family
     python -m benchmarks.cachecheck right http://127.0.0.1:8000     # a running server, which is known to be right
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import collections
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1: a fault was not found, a right server was called faulty, or a tier of it was not tested.
     """
     options = _parsed(sys.argv[1:] if argv is None else argv)
-    found = {"faults": _faults, "right": _right, "tiers": _tiers}[options.command](options)
+    found = {"faults": _faults, "simulated": _simulated, "right": _right, "tiers": _tiers}[options.command](options)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
     return int(found["exit_code"])
@@ -72,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     faults = commands.add_parser("faults")
+    simulated = commands.add_parser("simulated")
+    simulated.add_argument("--runs", type=int, default=5000, help="of each model")
+    simulated.add_argument("--json", type=Path, help="keep the figures")
     right = commands.add_parser("right")
     right.add_argument("target", help="URL, directory of a model, or family in tests/oracle/families.py")
     tiers = commands.add_parser("tiers")
@@ -122,6 +127,25 @@ def _faults(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{fault:40} {len(taken):3} of {options.seeds:2}  {middle:24} {ways}", flush=True)
     missed = sum(row["runs"] - len(row["requests"]) for row in rows.values())
     return {"exit_code": min(1, missed), "faults": rows}
+
+
+def _simulated(options: argparse.Namespace) -> dict[str, Any]:
+    """How often modelled noise is called a fault, and how often a modelled fault is found."""
+    from raycache.cachecheck.noise import ALPHA
+    from tests.oracle.noise_models import FAULTY, RIGHT
+
+    rows: dict[str, Any] = {}
+    print("| model | runs | called faulty | by |\n|---|---|---|---|")
+    for name, model in {**RIGHT, **FAULTY}.items():
+        draw = random.Random(name)
+        found = [model.run(draw, rounds=12 + 12 * (at % 2)) for at in range(options.runs)]
+        by = collections.Counter(faults[0].test for faults in found if faults)
+        rows[name] = dict(by)
+        ways = ", ".join(f"{count} {test}" for test, count in by.most_common())
+        print(f"| {name} | {options.runs:,} | {by.total():,} | {ways or '-'} |", flush=True)
+    alarms = sum(sum(rows[name].values()) for name in RIGHT)
+    print(f"{alarms} false alarms in {len(RIGHT) * options.runs:,} runs")
+    return {"exit_code": int(alarms > ALPHA * len(RIGHT) * options.runs), "models": rows}
 
 
 def _right(options: argparse.Namespace) -> dict[str, Any]:

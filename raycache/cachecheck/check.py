@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from raycache.cachecheck import pressure, scenarios
 from raycache.cachecheck.client import BudgetSpentError, CannotTestError, Client, Connection, RefusedError
 from raycache.cachecheck.floor import measure
+from raycache.cachecheck.judge import Fault, Judge
 from raycache.cachecheck.lab import Comparison, Lab, Scenario, Violation
-from raycache.cachecheck.noise import Noise, Rounds
+from raycache.cachecheck.noise import Noise
 from raycache.cachecheck.target import Cold, Probe, Target
 from raycache.cachecheck.text import Writer
 
@@ -31,9 +31,6 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 MIN_BUDGET = 100
 """Requests that probe, noise floor and one round need."""
-
-ALL = "all scenarios"
-"""Name of all scenarios together, where none alone has shown the fault."""
 
 _MIN_HITS = 10
 
@@ -63,25 +60,6 @@ class Options:
     has_salts: bool | None = None
     only: tuple[str, ...] = ()
     stops: bool = False
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with the server's cache.
-
-    Attributes:
-        scenario: that found it; `ALL`: rounds of several.
-        test: "gross", "repeated" or "claim".
-        what: in a sentence.
-        number: requests sent until it was found.
-        comparison: that shows it; None: a claim that cannot be, or rounds before the last one.
-    """
-
-    scenario: str
-    test: str
-    what: str
-    number: int
-    comparison: Comparison | None = None
 
 
 @dataclass
@@ -139,7 +117,7 @@ class _Run:
         self._client, self._tell = client, on_progress
         options = result.options
         self._writer = Writer(options.seed, output_tokens=options.output_tokens)
-        self._rounds: defaultdict[str, Rounds] = defaultdict(Rounds)
+        self._judge: Judge | None = None
         self._faulty: set[str] = set()
 
     async def all(self) -> None:
@@ -160,10 +138,13 @@ class _Run:
             self._tell("measuring the noise floor")
             lab = Lab("noise", client=self._client, target=target, writer=self._writer)
             self.result.noise = await measure(lab, budget=options.budget)
+            self._judge = Judge(self.result.noise)
             await self._scenarios(target)
         except BudgetSpentError:
             if self.result.noise is None:
                 raise CannotTestError(f"--budget-requests {options.budget} is too small to measure the noise") from None
+        if not self.result.faults:
+            self._fail(self._judged.end(number=self._client.sent))
         self._check_enough()
 
     async def _scenarios(self, target: Target) -> None:
@@ -189,7 +170,8 @@ class _Run:
         except RefusedError as refusal:
             self.result.refused.append(f"{name}: {refusal}")
         finally:
-            self._judge(name, self.result.comparisons[before:])
+            if name not in self._faulty:
+                self._fail(self._judged.round(self.result.comparisons[before:]))
 
     @property
     def _is_over(self) -> bool:
@@ -221,45 +203,31 @@ class _Run:
 
     def _add(self, found: Comparison | Violation) -> None:
         if isinstance(found, Violation):
-            if found.scenario not in self._faulty:
-                self._fail(Fault(found.scenario, "claim", found.what, found.number))
+            self._fail([Fault(found.scenario, "claim", found.what, found.number)])
             return
-        target, noise = self.result.target, self.result.noise
-        assert target is not None and noise is not None, "scenarios run after the probe and the noise floor"
+        target = self.result.target
+        assert target is not None, "scenarios run after the probe"
         if not _is_cold(found, target):
-            if target.cold is Cold.SALT and "tenants" not in self._faulty:
+            if target.cold is Cold.SALT:
                 cached = found.reference.cached_tokens
                 what = f"{found.what}: a prompt under a new salt had {cached} cached tokens"
-                self._fail(Fault("tenants", "claim", what, found.number))
+                self._fail([Fault("tenants", "claim", what, found.number)])
             return
         self.result.comparisons.append(found)
-        name, nats = found.scenario, found.difference.nats
-        if name not in self._faulty and noise.is_gross(nats):
-            text = f"{found.what}: a log-probability moved by {nats:.3g} nats, noise explains at most {noise.gross:.3g}"
-            self._fail(Fault(name, "gross", text, found.number, found))
+        self._fail(self._judged.one(found))
 
-    def _judge(self, name: str, found: Sequence[Comparison]) -> None:
-        """Count a round of a scenario, for the scenario and for all of them.
+    @property
+    def _judged(self) -> Judge:
+        assert self._judge is not None, "scenarios run after the noise floor"
+        return self._judge
 
-        Answers of a round are to prompts that have much in common, so they are one trial.
-        """
-        noise = self.result.noise
-        assert noise is not None, "scenarios run after the noise floor"
-        found = [one for one in found if noise.can_judge(one.difference.nats)]
-        if not found or name in self._faulty:
-            return
-        over = [noise.is_over(nats=one.difference.nats, place=one.difference.diverged_at) for one in found]
-        for key in (name, ALL):
-            rounds = self._rounds[key]
-            if rounds.add(over, noise=noise) and key not in self._faulty:
-                text = f"in {rounds.exceeded} of {rounds.count} rounds {noise.rule}"
-                shown = next((one for one, is_over in zip(found, over, strict=True) if is_over), None)
-                self._fail(Fault(key, "repeated", text, found[-1].number, shown))
-
-    def _fail(self, fault: Fault) -> None:
-        self._faulty.add(fault.scenario)
-        self.result.faults.append(fault)
-        self._tell(f"FAULT in {fault.scenario}: {fault.what}")
+    def _fail(self, faults: Sequence[Fault]) -> None:
+        """Report faults of scenarios that have none yet."""
+        for fault in faults:
+            if fault.scenario not in self._faulty:
+                self._faulty.add(fault.scenario)
+                self.result.faults.append(fault)
+                self._tell(f"FAULT in {fault.scenario}: {fault.what}")
 
     def _check_enough(self) -> None:
         hits = sum(one.is_hit for one in self.result.comparisons)

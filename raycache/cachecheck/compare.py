@@ -13,6 +13,7 @@ the texts differ.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Difference:
 
     Attributes:
         nats: largest change of a log-probability; None: the server gives none.
+        mean: of the largest changes of all positions, nats.
         position: of that change, in output tokens from 0.
         diverged_at: first position with another token; None: all compared tokens are the same.
         compared: number of positions compared.
@@ -41,6 +43,7 @@ class Difference:
     position: int
     diverged_at: int | None
     compared: int
+    mean: float = 0.0
 
 
 def difference(reference: Answer, observed: Answer, *, skip: int = 0) -> Difference:
@@ -52,24 +55,24 @@ def difference(reference: Answer, observed: Answer, *, skip: int = 0) -> Differe
     ours, theirs = reference.tokens[skip:], observed.tokens
     if not ours or not theirs:
         return _of_texts(reference, observed, skip=skip)
-    nats, position, diverged_at, count = 0.0, 0, None, 0
+    changes, diverged_at = [], None
     has_numbers = False
     for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        count = place + 1
         has_numbers |= one.logprob is not None and other.logprob is not None
-        change = _change(one, other)
-        if change > nats:
-            nats, position = change, place
+        changes.append(_change(one, other))
         if one.text != other.text:
             diverged_at = place
             break
-    return Difference(nats if has_numbers else None, position, diverged_at, count)
+    nats = max(changes)
+    mean = statistics.fmean(changes)
+    return Difference(nats if has_numbers else None, changes.index(nats), diverged_at, len(changes), mean)
 
 
 def as_json(found: Difference) -> dict[str, Any]:
     """For the report."""
     return {
         "nats": found.nats,
+        "mean_nats": None if found.nats is None else found.mean,
         "position": found.position,
         "diverged_at": found.diverged_at,
         "compared_tokens": found.compared,

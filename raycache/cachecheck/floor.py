@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from raycache.cachecheck.answers import Answer, Question
 from raycache.cachecheck.client import CannotTestError
-from raycache.cachecheck.compare import difference
+from raycache.cachecheck.compare import Difference, difference
 from raycache.cachecheck.lab import Lab
 from raycache.cachecheck.noise import RESOLUTION, Noise, noise_of, noise_of_texts
 from raycache.cachecheck.pressure import AT_ONCE
@@ -18,7 +18,7 @@ from raycache.cachecheck.target import CHAT, Cold
 _SHARE = 8
 """One of so many requests of the budget is for the noise floor, times the five of each question."""
 
-_LEAST_QUESTIONS, _MOST_QUESTIONS = 6, 16
+_LEAST_QUESTIONS, _MOST_QUESTIONS = 8, 16
 _ALONE, _PIECES, _BATCH = "alone", "in other pieces", "in batches"
 
 ASSUMED, ASSUMED_NATS = "assumed", 0.25
@@ -26,9 +26,6 @@ ASSUMED, ASSUMED_NATS = "assumed", 0.25
 nothing shows how a hit is rounded. As measured in bfloat16."""
 
 _FEW = 3
-
-Pair = tuple[float | None, int | None]
-"""Largest change in nats, and the first place that differs."""
 
 
 async def measure(lab: Lab, *, budget: int) -> Noise:
@@ -46,65 +43,47 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         count = min(2 * _MOST_QUESTIONS, max(_MOST_QUESTIONS, budget // 20))
     lengths = [write.length() for _ in range(count - 2)] + [4 * write.num_records] * 2
     questions = [write.question(length) for length in lengths]
-    firsts, alone, pieces = [], [], []
+    firsts: list[Answer] = []
+    alone: dict[str, Difference] = {}
+    pieces: dict[str, Difference] = {}
     for question in questions:
         first = await lab.cold(question)
         firsts.append(first)
-        alone.append(_pair(first, await lab.cold(question)))
-        pieces += await _in_other_pieces(lab, question, first)
-    batched: dict[str, list[Pair]] = defaultdict(list)
-    asked = list(zip(questions, firsts, strict=True))
-    for batch in (*_batches(asked), *_batches(asked[::-1])):
-        spaces = [await lab.cold_space() for _ in batch]
-        answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
-        for (question, first), answer in zip(batch, answers, strict=False):
-            batched[question.topic].append(_pair(first, answer))
-    twice = [_largest(batched[question.topic]) for question in questions if question.topic in batched]
-    pairs = {_ALONE: alone, _PIECES: _of_one_tokenisation(pieces), _BATCH: twice}
-    samples = {kind: [nats for nats, _ in found if nats is not None] for kind, found in pairs.items()}
-    if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
-        samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
-    noise = noise_of(samples, looks=budget)
+        alone[question.topic] = difference(first, await lab.cold(question))
+        if (found := await _in_other_pieces(lab, question, first)) is not None:
+            pieces[question.topic] = found
+    batched = await _in_batches(lab, list(zip(questions, firsts, strict=True)))
+    noise = _noise_of_numbers(alone, _of_one_tokenisation(pieces), batched, looks=budget)
     if noise is None:
-        noise = noise_of_texts([_largest(both)[1] for both in zip(alone, twice, strict=False)], looks=budget)
+        noise = noise_of_texts([_first([alone[topic], *found]) for topic, found in batched.items()], looks=budget)
     if noise is None or not noise.is_usable:
         raise CannotTestError(_too_noisy(noise, lab.target.cold))
     return noise
 
 
-def _largest(pairs: Sequence[Pair]) -> Pair:
-    """Of pairs of the same question, which are one sample: the largest change, and the first place."""
-    changes = [nats for nats, _ in pairs if nats is not None]
-    return max(changes, default=None), min((place for _, place in pairs if place is not None), default=None)
-
-
-def _pair(first: Answer, second: Answer, *, skip: int = 0) -> Pair:
-    found = difference(first, second, skip=skip)
-    return found.nats, found.diverged_at
-
-
-async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> list[Pair]:
-    """Tokens that were computed one by one, computed again as a part of the prompt."""
+async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Difference | None:
+    """Tokens that were computed one by one, computed again as a part of the prompt; None: that cannot be done."""
     if lab.target.path == CHAT or len(first.tokens) < 3:
-        return []
+        return None
     at = lab.writer.choose(1, len(first.tokens) - 2)
     told = "".join(token.text for token in first.tokens[:at])
     if not first.text.startswith(told):
-        return []
+        return None
     second = await lab.cold(dataclasses.replace(question, text=question.text + told))
     if first.prompt_tokens is None or second.prompt_tokens != first.prompt_tokens + at:
-        return []  # the text is other tokens there
-    return [_pair(first, second, skip=at)]
+        return None  # the text is other tokens there
+    return difference(first, second, skip=at)
 
 
-def _of_one_tokenisation(pairs: list[Pair]) -> list[Pair]:
-    """Without pairs, at most a quarter, whose text became other tokens, though as many."""
-    nats = [found for found, _ in pairs if found is not None]
-    if not nats:
-        return []
-    limit = max(0.3, 50 * max(RESOLUTION, statistics.median(nats)))
-    kept: list[Pair] = [pair for pair in pairs if pair[0] is not None and pair[0] <= limit]
-    return kept if len(kept) >= 0.75 * len(pairs) else []
+async def _in_batches(lab: Lab, asked: Sequence[tuple[Question, Answer]]) -> Mapping[str, Sequence[Difference]]:
+    """Each question twice, together with others."""
+    batched: defaultdict[str, list[Difference]] = defaultdict(list)
+    for batch in (*_batches(asked), *_batches(asked[::-1])):
+        spaces = [await lab.cold_space() for _ in batch]
+        answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
+        for (question, first), answer in zip(batch, answers, strict=False):
+            batched[question.topic].append(difference(first, answer))
+    return batched
 
 
 def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Question, Answer]]]:
@@ -112,6 +91,55 @@ def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Qu
     count = -(-len(asked) // AT_ONCE)
     size = -(-len(asked) // count)
     return [asked[start : start + size] for start in range(0, len(asked), size)]
+
+
+def _of_one_tokenisation(pairs: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Without pairs, at most a quarter, whose text became other tokens, though as many."""
+    nats = [found.nats for found in pairs.values() if found.nats is not None]
+    if not nats:
+        return {}
+    limit = max(0.3, 50 * max(RESOLUTION, statistics.median(nats)))
+    kept = {topic: found for topic, found in pairs.items() if found.nats is not None and found.nats <= limit}
+    return kept if len(kept) >= 0.75 * len(pairs) else {}
+
+
+def _noise_of_numbers(
+    alone: Mapping[str, Difference],
+    pieces: Mapping[str, Difference],
+    batched: Mapping[str, Sequence[Difference]],
+    *,
+    looks: int,
+) -> Noise | None:
+    """From changes of log-probabilities; None: too few.
+
+    Args:
+        alone, pieces, batched: topic of a question -> its pairs.
+        looks: number of comparisons that a run can have.
+    """
+    pairs = {_ALONE: _single(alone), _PIECES: _single(pieces), _BATCH: batched}
+    samples = {kind: _largest(found.values()) for kind, found in pairs.items()}
+    # A question that was not computed in other pieces may show no noise where a hit would.
+    topics = pieces if len(samples[_PIECES]) >= _FEW else alone
+    means = [max(one.mean for found in pairs.values() for one in found.get(topic, ())) for topic in topics]
+    if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
+        samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
+        means = [max(mean, ASSUMED_NATS) for mean in means]
+    return noise_of(samples, looks=looks, questions=means)
+
+
+def _single(pairs: Mapping[str, Difference]) -> Mapping[str, list[Difference]]:
+    return {topic: [found] for topic, found in pairs.items()}
+
+
+def _largest(pairs: Iterable[Sequence[Difference]]) -> list[float]:
+    """Largest change of each question, of which all pairs are one sample."""
+    each = ([one.nats for one in found if one.nats is not None] for found in pairs)
+    return [max(nats) for nats in each if nats]
+
+
+def _first(pairs: Sequence[Difference]) -> int | None:
+    """First place where texts of a question differ."""
+    return min((one.diverged_at for one in pairs if one.diverged_at is not None), default=None)
 
 
 def _too_noisy(noise: Noise | None, cold: Cold) -> str:

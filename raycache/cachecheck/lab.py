@@ -43,6 +43,7 @@ class Comparison:
         observed: what is tested.
         difference: between both.
         number: last request that was sent before.
+        topic: of the prompt, where a scenario has several.
         recalled: whether the cold and the tested answer have the fact that was asked for; None: none was.
     """
 
@@ -52,6 +53,7 @@ class Comparison:
     observed: Answer
     difference: Difference
     number: int
+    topic: str = ""
     recalled: tuple[bool, bool] | None = None
 
     @property
@@ -136,10 +138,10 @@ class Lab:
         """Ask a question in a space of its own."""
         return await self.ask(question, await self.cold_space())
 
-    def compare(self, what: str, *, reference: Answer, observed: Answer, skip: int = 0) -> Comparison:
-        """Compare answers to the same question; see `difference` for `skip`."""
-        apart = difference(reference, observed, skip=skip)
-        return Comparison(self.name, what, reference, observed, apart, self._client.sent)
+    def compare(self, what: str, *, reference: Answer, observed: Answer, topic: str = "") -> Comparison:
+        """Compare answers to the same question."""
+        apart = difference(reference, observed)
+        return Comparison(self.name, what, reference, observed, apart, self._client.sent, topic)
 
     def violations(self, what: str, *, reference: Answer, observed: Answer, shared: int | None) -> list[Violation]:
         """What `usage` claims and cannot be.
@@ -162,12 +164,12 @@ class Lab:
         return Violation(self.name, what, self._client.sent)
 
     def both(
-        self, what: str, *, reference: Answer, observed: Answer, shared: int | None = None
+        self, what: str, *, reference: Answer, observed: Answer, shared: int | None = None, topic: str = ""
     ) -> list[Comparison | Violation]:
-        """Compare answers and check what `usage` claims."""
+        """Compare answers and check what `usage` claims; see `Comparison` for `topic`."""
         return [
             *self.violations(what, reference=reference, observed=observed, shared=shared),
-            self.compare(what, reference=reference, observed=observed),
+            self.compare(what, reference=reference, observed=observed, topic=topic),
         ]
 
     @property

@@ -15,17 +15,32 @@ for kinds of rounding that no cold pair shows. Kinds of pairs that never differ 
 the spread. To the others come PRIOR degrees of freedom with a spread of PRIOR_SPREAD, which is more than that of a
 maximum of normal errors (a moderated t), so that a few samples that happen to agree do not make a narrow bound.
 
-A run looks at most k times, once per request of its budget. Two tests, each with ALPHA / 2k per look:
+A run looks at most k times, once per request of its budget. Of three tests, two look each time and have a quarter of
+ALPHA each; the last looks once, at the end, and has half:
 
-    gross       one comparison exceeds the bound of p = ALPHA / 2k
+    gross       one comparison exceeds the bound of p = ALPHA / 4k
     repeated    in so many rounds most comparisons exceed the bound of p = SOME, that Binomial(n, CHANCE) reaches that
-                many with a probability of at most ALPHA / 2k
+                many with a probability of at most ALPHA / 4k
+    typical     hits of so many prompts move by more than FACTOR times the most that a cold prompt does, that chance
+                would choose as many with a probability of at most ALPHA / 2 (Rosenbaum's exceedance test), and at least
+                MANY of all hits' texts differ
 
 A round is one pass of a scenario. Its prompts have much in common, and one that rounding changes much has large changes
 each time; so a round is one trial, and so is a question of the samples. The prompts of two rounds are drawn apart. That
 most comparisons of a round exceed the bound has a probability of at most 2 SOME (Markov), however they depend on each
 other; CHANCE is more, because the few samples may be smaller than most. Rounds are counted per scenario and for all
 scenarios together; each takes two requests or more, so that both counts are looked at k times at most.
+
+The third test is for servers whose noise is large, such as 0.2 nats in 4-bit blocks: there the first two bounds lie
+above what a fault can change. It compares the mean change over all tokens, which varies less than the largest. If all
+m + n values of m prompts with hits and n cold prompts are from one distribution, each order of them is equally likely,
+so that the largest t are all of hits with a probability of C(m + n - t, n) / C(m + n, n), whatever the distribution.
+
+Three things keep it from what is no fault. The factor: one token computed alone is rounded otherwise than a hundred
+together, a little and always, which ranks alone would show. The median of a prompt's hits stands against the largest of
+up to four cold pairs. And texts must differ, so that on a server with hardly any noise a change which matters to
+nobody is none. How many texts differ is not tested by itself: of a right server's hits a fifth do, beside few of its
+cold pairs, all at near ties.
 
 By the union bound, a right server is called faulty in at most ALPHA of all runs.
 """
@@ -40,6 +55,12 @@ from dataclasses import dataclass
 
 ALPHA = 0.001
 """Share of runs in which a right server may be called faulty."""
+
+LOOKING, ONCE = ALPHA / 4, ALPHA / 2
+"""Parts for each of the two tests that look many times, and for the one that looks once."""
+
+MANY = 1 / 3
+"""Least share of texts that differ, where most hits are wrong."""
 
 SOME = 0.01
 """Share of a right server's comparisons that exceed the lower of the two thresholds."""
@@ -77,6 +98,7 @@ class Noise:
         gross: threshold that in no comparison of a run may be exceeded, nats.
         chance: see `some`.
         looks: number of looks that the error is divided by.
+        questions: mean change of each cold prompt, nats; empty: only texts are compared.
         characters: of two texts that are compared, where there are no log-probabilities; None: all.
     """
 
@@ -87,6 +109,7 @@ class Noise:
     gross: float
     chance: float
     looks: int
+    questions: Sequence[float] = ()
     characters: int | None = None
 
     @property
@@ -96,8 +119,8 @@ class Noise:
 
     @property
     def per_look(self) -> float:
-        """Probability of a false alarm, per look and test."""
-        return ALPHA / 2 / self.looks
+        """Probability of a false alarm, per look and test; without log-probabilities there is one test."""
+        return (LOOKING if self.has_numbers else ALPHA / 2) / self.looks
 
     def is_gross(self, nats: float | None) -> bool:
         """Whether one comparison alone shows a fault."""
@@ -134,6 +157,15 @@ class Noise:
         """Whether so many rounds above the lower threshold show a fault."""
         return binomial_tail(exceeded, of, self.chance) <= self.per_look
 
+    @property
+    def most(self) -> float:
+        """Mean change that a right server's prompts rarely exceed if they have FACTOR times the noise, nats."""
+        return FACTOR * max(RESOLUTION, *self.questions) if self.questions else math.inf
+
+    def chance_of(self, above: int, *, of: int) -> float:
+        """Probability that hits of so many prompts exceed `most`, on a right server."""
+        return math.comb(of + len(self.questions) - above, of - above) / math.comb(of + len(self.questions), of)
+
 
 class Rounds:
     """Counts rounds, and those that exceed the lower threshold: most of their comparisons do.
@@ -156,12 +188,13 @@ class Rounds:
         return noise.is_repeated(exceeded=self.exceeded, of=self.count)
 
 
-def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int) -> Noise | None:
+def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int, questions: Sequence[float] = ()) -> Noise | None:
     """Estimate the noise floor; None: too few samples.
 
     Args:
         samples: kind of pair -> largest changes, nats.
         looks: number of comparisons that a run can have.
+        questions: mean change of each cold prompt, nats.
     """
     kinds = {kind: _logs(values) for kind, values in samples.items() if len(values) >= 2}
     if sum(len(samples[kind]) for kind in kinds) < _MIN_SAMPLES:
@@ -178,8 +211,8 @@ def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int) -> Noise | N
         reach = t_quantile(tail, freedom + PRIOR) * spread * math.sqrt(1 + 1 / len(kinds[noisiest]))
         return FACTOR * max(largest, math.exp(min(means[noisiest] + reach, 700.0)))
 
-    gross = bound(ALPHA / 2 / looks)
-    return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks)
+    gross = bound(LOOKING / looks)
+    return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks, questions)
 
 
 def noise_of_texts(places: Sequence[int | None], *, looks: int) -> Noise | None:
@@ -200,7 +233,7 @@ def noise_of_texts(places: Sequence[int | None], *, looks: int) -> Noise | None:
     found = differ[length]
     chance = _upper_limit(sum(found), len(found), error=ALPHA / 2 / len(_CHARACTERS))
     samples = {"texts that differ": [float(one) for one in found]}
-    return Noise(samples, 0.0, 0.0, 0.0, math.inf, chance, looks, length)
+    return Noise(samples, 0.0, 0.0, 0.0, math.inf, chance, looks, characters=length)
 
 
 def _differ(place: int | None, length: int | None) -> bool:

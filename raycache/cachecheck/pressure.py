@@ -30,13 +30,14 @@ async def load(lab: Lab) -> AsyncIterator[Finding]:
     branches = [dataclasses.replace(one, text=f"{one.text} same\n{write.ending(5)}") for one in questions]
     asked = [*pairs, *zip(branches, spaces, strict=True)]
     answers = await lab.together(asked)
-    for first, answer in zip(firsts, answers, strict=False):
-        for one in lab.both(f"a repeated prompt, {AT_ONCE} at once", reference=first, observed=answer):
+    for question, first, answer in zip(questions, firsts, answers, strict=False):
+        what = f"a repeated prompt, {AT_ONCE} at once"
+        for one in lab.both(what, reference=first, observed=answer, topic=question.topic):
             yield one
     for branch, first, answer in zip(branches, firsts, answers[len(pairs) :], strict=False):
-        cold = await lab.cold(branch)
+        cold, what = await lab.cold(branch), f"a branch, {AT_ONCE} at once"
         shared = None if first.prompt_tokens is None else first.prompt_tokens + write.output_tokens
-        for one in lab.both(f"a branch, {AT_ONCE} at once", reference=cold, observed=answer, shared=shared):
+        for one in lab.both(what, reference=cold, observed=answer, shared=shared, topic=branch.topic):
             yield one
 
 
@@ -55,12 +56,12 @@ async def evicted(lab: Lab) -> AsyncIterator[Finding]:
     late = await lab.ask(old, space)
     again = await lab.ask(old, space)
     few, many = (sum(other.prompt_tokens or 0 for other in others) for others in (some, [second, *some, soon, *more]))
-    for what, reference, answer in (
-        (f"after {few:,} tokens of other prompts", second, soon),
-        (f"after {many:,} tokens of other prompts", first, late),
-        (f"again after {many:,} tokens of other prompts", first, again),
+    for what, reference, answer, topic in (
+        (f"after {few:,} tokens of other prompts", second, soon, recent.topic),
+        (f"after {many:,} tokens of other prompts", first, late, old.topic),
+        (f"again after {many:,} tokens of other prompts", first, again, old.topic),
     ):
-        for one in lab.both(what, reference=reference, observed=answer):
+        for one in lab.both(what, reference=reference, observed=answer, topic=topic):
             yield one
 
 

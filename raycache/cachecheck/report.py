@@ -6,11 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-from raycache.cachecheck.check import Fault, Result, figures
+from raycache.cachecheck.check import Result, figures
 from raycache.cachecheck.compare import as_json as difference_as_json
 from raycache.cachecheck.floor import ASSUMED, ASSUMED_NATS
+from raycache.cachecheck.judge import Fault
 from raycache.cachecheck.lab import Comparison
-from raycache.cachecheck.noise import ALPHA, FACTOR, Noise
+from raycache.cachecheck.noise import ALPHA, FACTOR, MANY, ONCE, Noise
 
 
 def verdict(result: Result) -> str:
@@ -162,9 +163,12 @@ def _statistics(noise: Noise) -> list[str]:
         *([assumed] if ASSUMED in noise.samples else []),
         f"noise: log-probabilities of cold prompts asked again ({kinds}) change by about {noise.scale:.2g} nats, with "
         f"a log-spread of {noise.spread:.2g}",
-        f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}",
+        f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}, or, at the end, so many "
+        f"prompts whose hits move by more than {noise.most:.3g} nats on average, twice the most of "
+        f"{len(noise.questions)} cold ones, that chance chooses as many with p <= {ONCE:.1g} (Rosenbaum's exceedance "
+        f"test), while {MANY:.0%} of texts or more differ",
         f"thresholds: log-normal prediction bounds (Student's t) of the noisiest kind, times {FACTOR:g}",
-        f"error: {rarely} (Bonferroni over {noise.looks} looks and two tests)",
+        f"error: {rarely} (Bonferroni over {noise.looks} looks and three tests)",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -24,6 +26,7 @@ from raycache.cachecheck.page import as_html
 from raycache.cachecheck.pressure import Timing
 from raycache.cachecheck.report import as_json, as_text
 from raycache.cachecheck.target import Cold
+from tests.oracle.noise_models import RIGHT, Model
 from tests.oracle.noisy_server import NOISES, NoisyServer
 
 # --- distributions
@@ -51,6 +54,17 @@ def test_the_tail_of_a_binomial_distribution_is_the_sum_of_its_outcomes() -> Non
     assert binomial_tail(3, 8, 0.01) == pytest.approx(5.4e-5, rel=0.05)
 
 
+@pytest.mark.parametrize(("hits", "cold"), [(4, 3), (3, 5), (1, 1)])
+def test_the_exceedance_test_counts_orders_of_two_groups(hits: int, cold: int) -> None:
+    noise = noise_of({"a": [0.1] * 9}, looks=100, questions=[0.1] * cold)
+    assert noise is not None
+    orders = list(itertools.combinations(range(hits + cold), hits))  # the places of hits
+    for above in range(hits + 1):
+        largest = set(range(hits + cold)[hits + cold - above :])
+        expected = sum(largest <= set(order) for order in orders) / len(orders)
+        assert noise.chance_of(above, of=hits) == pytest.approx(expected)
+
+
 # --- comparisons
 
 
@@ -72,6 +86,7 @@ def test_answers_are_as_far_apart_as_the_largest_change_of_a_log_probability() -
     other = answer(token("a", a=-0.5, b=-1.5), token("c", c=-0.25, d=-2.5))
     found = difference(one, other)
     assert (found.nats, found.position, found.diverged_at, found.compared) == (0.5, 1, None, 2)
+    assert found.mean == 0.25
 
 
 def test_a_tie_that_rounding_decides_is_a_small_difference() -> None:
@@ -181,6 +196,30 @@ def test_questions_whose_answers_are_all_noisy_are_no_fault() -> None:
     assert alarms <= 1
 
 
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_server_passes_all_tests_together(name: str) -> None:
+    """A few runs; `python -m benchmarks.cachecheck simulated` makes enough to say how rare false alarms are."""
+    draw = random.Random(7)
+    for rounds in (12, 24):
+        assert not any(RIGHT[name].run(draw, rounds=rounds) for _ in range(200))
+
+
+def test_a_small_shift_of_all_hits_is_no_fault_if_it_changes_few_texts() -> None:
+    """Five times the noise, which a rank test alone would take for a fault."""
+    draw = random.Random(7)
+    model = Model(nats=0.01, shift=0.05, differ=0.4)
+    assert not any(fault.test == "typical" for _ in range(200) for fault in model.run(draw))
+    assert any(fault.test == "typical" for _ in range(9) for fault in replace(model, differ=math.inf).run(draw))
+
+
+@pytest.mark.parametrize(("fault", "rounds", "share"), [(3.0, 12, 0.5), (3.0, 24, 0.8), (8.0, 12, 0.95)])
+def test_faults_are_found_in_large_noise(fault: float, rounds: int, share: float) -> None:
+    """Changes of up to so many nats, where a gross one would have to be above ten."""
+    draw = random.Random(7)
+    model = Model("normal", fault=fault, differ=1)
+    assert sum(bool(model.run(draw, rounds=rounds)) for _ in range(200)) >= 200 * share
+
+
 def test_thresholds_follow_the_noise() -> None:
     quiet, loud = (noise_of({"a": [size] * 10, "b": [0.0] * 10}, looks=100) for size in (0.001, 0.1))
     assert quiet is not None and loud is not None
@@ -240,10 +279,9 @@ def test_noise_is_not_called_a_fault(noise: str) -> None:
 
 
 def test_the_steps_of_bfloat16_are_not_called_a_fault() -> None:
-    for seed in range(3):
-        result = run(NoisyServer(seed, step=0.0625), seed=seed)
-        assert result.exit_code == 0, as_text(result)
-        assert any(row["texts_differ"] for row in as_json(result)["scenarios"].values())
+    results = [run(NoisyServer(seed, step=0.0625), seed=seed) for seed in range(3)]
+    assert all(result.exit_code == 0 for result in results), [as_text(result) for result in results]
+    assert any(one.difference.diverged_at is not None for result in results for one in result.comparisons)
 
 
 @pytest.mark.parametrize(("shift", "share"), [(0.8, 1.0), (5.0, 0.1)])
@@ -251,6 +289,14 @@ def test_a_fault_above_the_noise_is_found(shift: float, share: float) -> None:
     result = run(NoisyServer(1, shift=shift, share=share), stops=True)
     assert result.exit_code == 1 and result.requests < 150
     assert result.faults[0].test == ("repeated" if share == 1 else "gross")
+
+
+def test_a_fault_below_what_noise_explains_is_found_by_most_hits_together() -> None:
+    for shift, code in ((0.0, 0), (1.5, 1)):
+        result = run(NoisyServer(1, batched=0.1, cached=0.1, shift=shift), seed=1)
+        assert result.exit_code == code, as_text(result)
+    assert [(fault.scenario, fault.test) for fault in result.faults] == [("all scenarios", "typical")]
+    assert result.noise is not None and result.noise.gross > 10
 
 
 def test_a_server_noisier_than_any_fault_cannot_be_tested() -> None:
@@ -288,7 +334,7 @@ class Page(HTMLParser):
 
 
 def test_all_reports_say_the_same() -> None:
-    result = run(NoisyServer(1, shift=3.0), stops=True, model="<b>&")
+    result = run(NoisyServer(1, shift=0.8), stops=True, model="<b>&")
     text, page = as_text(result), as_html(result)
     value = json.loads(json.dumps(as_json(result), allow_nan=False))
     fault = value["faults"][0]
