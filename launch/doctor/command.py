@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
@@ -112,6 +113,7 @@ def _cpus(config: Config) -> CheckResult:
 
 def _port(config: Config) -> CheckResult:
     try:
+        import_module("launch.http.serve")
         from launch.http.bind import bind
     except ImportError as cause:
         return CheckResult("packages", Outcome.FAILED, f"{cause}; install raycache again")

@@ -308,8 +308,7 @@ class LatentKernel:
             return
         kind = None if ids is None else (heads, table.page_len, is_causal, has_lse, ids.data_ptr())
         if kind is None or kind != self._planned or not self._plan_again(table, heads, is_causal=is_causal):
-            with self._planning:
-                by_wrapper()
+            by_wrapper()  # which copies from memory of its own, as `_plan_again` does
         self._planned = kind
 
     def room_for(self, count: int) -> Tensor:

@@ -124,7 +124,7 @@ class StepLayout:
 
 
 def _kernels_for(part: Part) -> Any:
-    """Kernels that pack and merge parts like this one, or None."""
+    """Kernels that exchange and merge parts like this one, or None."""
     if not part[0].is_cuda or not triton_works():
         return None
     from raycache.attention import part_kernels

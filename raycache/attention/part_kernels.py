@@ -1,11 +1,12 @@
 """Triton kernels that exchange and merge partial results in decode steps under cp. Imported only where they run.
 
 A result [D] of 2 bytes each and its log-sum-exp of 4 bytes travel as D / 2 + 1 words. Through peer memory one kernel
-does it all. Otherwise they travel as rows, as `StepLayout` sends them without kernels:
+does it all. Otherwise they travel as rows, as `StepLayout` sends them without kernels, so that a rank that has none
+receives what it expects:
 
     [T, H, D] and [T, H]  -- pack, exchange -->  [cp, T, H / cp, D / 2 + 1]  -- merge -->  [T, H / cp, D]
 
-Shapes in this file: T tokens, H heads, D head size.
+Shapes in this file: T tokens, H heads, D head size. In kernels a row is a head of a token: R of them, of W words.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.collectives import Group
 from raycache.parallel.devices import early
-from raycache.parallel.peer_kernels import receive, send
+from raycache.parallel.peer_kernels import high_of, low_of, pair_of, receive, send
 from raycache.parallel.peer_memory import PROGRAMS, WORDS, PeerMemory
 
 _WORD = torch.int32
@@ -48,17 +49,18 @@ def scatter(out: Tensor, lse: Tensor, sinks: Tensor | None, *, cp: Group, is_log
         [T, H / cp, D]; 0 where no rank has keys.
     """
     out, lse = out.contiguous(), lse.contiguous()
-    if (memory := cp.peer_memory(2 * out.nbytes // cp.size)) is not None:
-        return exchange_and_merge(out, lse, sinks, memory=memory, is_log2=is_log2)
-    return merge(cp.all_to_all(pack(out, lse, size=cp.size)), sinks, dtype=out.dtype, is_log2=is_log2)
+    if (memory := cp.peer_memory((out.nbytes + lse.nbytes) // cp.size)) is not None:
+        return _scatter_at_once(out, lse, sinks, memory=memory, is_log2=is_log2)
+    packed = pack(out, lse, size=cp.size, is_log2=is_log2)
+    return merge(cp.all_to_all(packed), sinks, dtype=out.dtype)
 
 
-def exchange_and_merge(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: PeerMemory, is_log2: bool) -> Tensor:
+def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: PeerMemory, is_log2: bool) -> Tensor:
     """`scatter` in one kernel; out and lse are contiguous."""
     num_tokens, num_heads, dim = out.shape
     share, words = num_heads // memory.size, dim // 2
     num_rows = num_tokens * share
-    # As few rows per program as keep all programs busy, and as there is room for.
+    # As many rows per program as let all be taken in one turn, if there is room.
     rows = min(triton.next_power_of_2(triton.cdiv(num_rows, PROGRAMS)), _power_below(WORDS // (words + 1)))
     merged = torch.empty((num_tokens, share, dim), dtype=out.dtype, device=out.device)
     _exchange_and_merge[(min(triton.cdiv(num_rows, rows), PROGRAMS),)](
@@ -92,12 +94,13 @@ def _power_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def pack(out: Tensor, lse: Tensor, *, size: int) -> Tensor:
+def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool) -> Tensor:
     """Results of all heads, for each of `size` ranks those of its heads.
 
     Args:
         out: [T, H, D], contiguous.
         lse: [T, H] float32, contiguous.
+        is_log2: whether it is to base 2; what is packed is not.
     Returns:
         Words [size, T, H / size, D / 2 + 1].
     """
@@ -114,19 +117,19 @@ def pack(out: Tensor, lse: Tensor, *, size: int) -> Tensor:
         NUM_WORDS=words,
         WORDS=triton.next_power_of_2(words),
         HEADS=_HEADS,
+        IS_LOG2=is_log2,
         num_warps=2,
         **early(out.device),
     )
     return packed
 
 
-def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype, is_log2: bool = False) -> Tensor:
+def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype) -> Tensor:
     """Merge what all ranks have for this rank's heads, as `merge.merge` does.
 
     Args:
         packed: words [parts, T, H, D / 2 + 1].
         sinks: [H], contiguous weights, which no kernel writes; or None.
-        is_log2: whether log-sum-exps are to base 2.
     Returns:
         [T, H, D]; 0 where no part has keys.
     """
@@ -144,7 +147,6 @@ def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype, is_log2: 
         HEADS=_HEADS,
         DTYPE=_DTYPES[dtype],
         HAS_SINKS=sinks is not None,
-        LOG2=1.0 if is_log2 else _LOG2_E,
         num_warps=2,
         **early(packed.device),
     )
@@ -162,6 +164,7 @@ def _pack(
     NUM_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
     HEADS: tl.constexpr,
+    IS_LOG2: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
     """One program per token and HEADS heads."""
@@ -176,7 +179,10 @@ def _pack(
     row = packed + ((head // SHARE * num_tokens + token) * SHARE + head % SHARE) * (NUM_WORDS + 1)
     found = tl.load(out + (token * NUM_HEADS + head)[:, None] * NUM_WORDS + word, mask=mask, other=0)
     tl.store(row[:, None] + word, found, mask=mask)
-    tl.store(row + NUM_WORDS, tl.load(lse + token * NUM_HEADS + head, mask=is_head, other=0), mask=is_head)
+    scores = tl.load(lse + token * NUM_HEADS + head, mask=is_head, other=0)
+    if IS_LOG2:
+        scores = (scores.to(tl.float32, bitcast=True) * 0.6931471805599453).to(tl.int32, bitcast=True)
+    tl.store(row + NUM_WORDS, scores, mask=is_head)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -194,11 +200,9 @@ def _add_part(
     score = lse.to(tl.float32, bitcast=True) * LOG2
     new = tl.maximum(most, score)
     before, weight = tl.exp2(most - new), tl.exp2(score - new)
-    first = (found & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-    second = ((found >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
     # What a part without keys holds may be anything finite.
-    low = low * before[:, None] + first * weight[:, None]
-    high = high * before[:, None] + second * weight[:, None]
+    low = low * before[:, None] + low_of(found, DTYPE) * weight[:, None]
+    high = high * before[:, None] + high_of(found, DTYPE) * weight[:, None]
     return low, high, new, total * before + weight
 
 
@@ -206,9 +210,7 @@ def _add_part(
 def _merged(low: tl.tensor, high: tl.tensor, total: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Words [R, W] of the mean, 0 without keys."""
     inverse = tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
-    first = (low * inverse).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
-    second = (high * inverse).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
-    return first | (second << 16)
+    return pair_of(low * inverse, high * inverse, DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
@@ -224,7 +226,6 @@ def _merge(
     HEADS: tl.constexpr,
     DTYPE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    LOG2: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
     """One program per token and HEADS heads."""
@@ -247,7 +248,7 @@ def _merge(
         row = packed + ((part * num_tokens + token) * NUM_HEADS + head) * (NUM_WORDS + 1)
         found = tl.load(row[:, None] + word, mask=mask, other=0)
         lse = tl.load(row + NUM_WORDS, mask=is_head, other=0)
-        low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, LOG2)
+        low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, 1.4426950408889634)
     words = _merged(low, high, total, DTYPE)
     tl.store(out + (token * NUM_HEADS + head)[:, None] * NUM_WORDS + word, words, mask=mask)
 
@@ -312,8 +313,9 @@ def _exchange_and_merge(
         low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
         for step in tl.static_range(1, SIZE):
             sender = (rank + step) % SIZE
-            words = receive(peers, sender, rank, number, place, mask, limit_ns, SIZE, PROGRAMS, WORDS)
+            # Words last: all warps wait for each other there. Before that, none may send what replaces them.
             bits = receive(peers, sender, rank, number, lse_place, is_row, limit_ns, SIZE, PROGRAMS, WORDS)
+            words = receive(peers, sender, rank, number, place, mask, limit_ns, SIZE, PROGRAMS, WORDS)
             low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
         at = row.to(tl.int64)[:, None] * NUM_WORDS + word
         tl.store(merged + at, _merged(low, high, total, DTYPE), mask=mask)

@@ -67,7 +67,7 @@ class PeerGroup(TorchGroup):
             return super().gather_columns(tensor)
         own = _aligned(tensor)
         out = own.new_empty(len(own), self.size * own.shape[1])
-        _kernels().exchange(own, self.memory, is_gather=True, out=out, row_bytes=own[0].nbytes)
+        _kernels().exchange(own, self.memory, is_gather=True, out=out, num_rows=len(own))
         return out
 
     def peer_memory(self, num_bytes: int) -> PeerMemory | None:

@@ -55,18 +55,16 @@ def sum_parts(x: Tensor, memory: PeerMemory) -> None:
     )
 
 
-def exchange(
-    x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | None = None, row_bytes: int = 0
-) -> Tensor:
+def exchange(x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | None = None, num_rows: int = 1) -> Tensor:
     """Send parts of any dtype: x to all members, or x[i] to member i.
 
     Args:
         x: contiguous, aligned to 16 bytes, as is each part: [...] to be gathered, else [size, ...].
         out: where to write the result, contiguous and aligned to 16 bytes; None for a new tensor.
-        row_bytes: if parts are written row by row, the first row of each member, then the second ones, ...: bytes of a
-            row, a multiple of 16; 0 for part after part.
+        num_rows: of each part; a row is a multiple of 16 bytes. The first rows of all members are written side by side,
+            then their second rows, and so on.
     Returns:
-        [size, ...], what each member sent, or `out`.
+        What each member sent: `out`, or a new tensor [size, ...].
     """
     if out is None:
         out = x.new_empty((memory.size, *x.shape) if is_gather else x.shape)
@@ -80,7 +78,7 @@ def exchange(
         memory.rank,
         num_vectors,
         0 if is_gather else num_vectors,
-        row_bytes // 16 or num_vectors,
+        num_vectors // num_rows,
         memory.limit_ns,
         **_sizes(memory, block),
     )
@@ -149,19 +147,19 @@ def receive(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _low(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def low_of(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The first of two numbers of 2 bytes in each word, as float32."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _high(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def high_of(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The second one."""
     return ((words >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pair(low: tl.tensor, high: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def pair_of(low: tl.tensor, high: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Two float32 numbers, rounded to DTYPE, in a word."""
     first = low.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
     second = high.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
@@ -204,12 +202,12 @@ def _sum(
             if tl.float32 == DTYPE:
                 low += words.to(tl.float32, bitcast=True)
             else:
-                low += _low(words, DTYPE)
-                high += _high(words, DTYPE)
+                low += low_of(words, DTYPE)
+                high += high_of(words, DTYPE)
         if tl.float32 == DTYPE:
             tl.store(x + at, low.to(tl.int32, bitcast=True), mask=mask)
         else:
-            tl.store(x + at, _pair(low, high, DTYPE), mask=mask)
+            tl.store(x + at, pair_of(low, high, DTYPE), mask=mask)
     tl.store(numbers + program, number)
 
 

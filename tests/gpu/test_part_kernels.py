@@ -29,12 +29,12 @@ def test_parts_of_all_ranks_are_merged_as_in_torch(
     wanted = merge(outs.double(), lses.double(), None if sinks is None else sinks.double())
     assert part_kernels.takes(outs[0], lses[0])
     given = lses / math.log(2) if is_log2 else lses
-    packed = [part_kernels.pack(out, lse, size=size) for out, lse in zip(outs, given, strict=True)]
+    packed = [part_kernels.pack(out, lse, size=size, is_log2=is_log2) for out, lse in zip(outs, given, strict=True)]
     for rank in range(size):
         own = slice(rank * heads // size, (rank + 1) * heads // size)
         every = torch.stack([of_rank[rank] for of_rank in packed])
         own_sinks = None if sinks is None else sinks[own].contiguous()
-        found = part_kernels.merge(every, own_sinks, dtype=dtype, is_log2=is_log2)
+        found = part_kernels.merge(every, own_sinks, dtype=dtype)
         bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
         assert float((found.double() - wanted[:, own]).abs().max()) <= bound
 
@@ -43,5 +43,5 @@ def test_rows_without_keys_on_any_rank_are_finite() -> None:
     from raycache.attention import part_kernels
 
     out = torch.randn(3, 8, 64, device="cuda").bfloat16()
-    packed = part_kernels.pack(out, torch.full((3, 8), -torch.inf, device="cuda"), size=2)
+    packed = part_kernels.pack(out, torch.full((3, 8), -torch.inf, device="cuda"), size=2, is_log2=True)
     assert bool(part_kernels.merge(packed, None, dtype=torch.bfloat16).isfinite().all())

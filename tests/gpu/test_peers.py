@@ -113,11 +113,8 @@ def wrong_merge(group: PeerGroup, chosen: random.Random, device: torch.device, *
     """The name of a merge of attention results, if it was wrong."""
     from raycache.attention import part_kernels
 
-    tokens, heads, dim = (
-        chosen.choice([1, 3, 64, 300]),
-        group.size * chosen.choice([1, 6, 16]),
-        chosen.choice([64, 512]),
-    )
+    tokens, heads = chosen.choice([1, 3, 64, 150]), group.size * chosen.choice([1, 6, 16])
+    dim = chosen.choice([64, 80, 192, 512])
     dtype, is_log2 = chosen.choice([torch.bfloat16, torch.float16]), chosen.choice([True, False])
     outs = torch.stack([drawn((tokens, heads, dim), dtype, device, seed=seed + rank) for rank in range(group.size)])
     lses = 5 * drawn((group.size, tokens, heads), torch.float32, device, seed=seed)
@@ -128,6 +125,7 @@ def wrong_merge(group: PeerGroup, chosen: random.Random, device: torch.device, *
     wanted = merge(outs.double(), lses.double(), None if sinks is None else sinks.double())[:, own].nan_to_num(0)
     given = lses[group.rank] / math.log(2) if is_log2 else lses[group.rank]
     own_sinks = None if sinks is None else sinks[own].contiguous()
+    assert group.peer_memory((outs[0].nbytes + given.nbytes) // group.size) is not None
     found = part_kernels.scatter(outs[group.rank], given, own_sinks, cp=group, is_log2=is_log2)
     bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
     is_right = float((found.double() - wanted).abs().max()) <= bound

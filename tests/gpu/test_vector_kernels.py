@@ -64,6 +64,10 @@ def test_blocks_of_rows(rows: int, depth: int, has_bias: bool) -> None:
     compare(RowBlocks(blocks).multiply(x, bias), x, blocks.flatten(0, 1), bias)
     several = draw(5, depth, seed=4)
     compare(RowBlocks(blocks).multiply(several), several, blocks.flatten(0, 1), None)
+    if bias is not None:  # which is added to a product that has been rounded
+        product = RowBlocks(blocks).multiply(several)
+        assert torch.equal(RowBlocks(blocks).multiply(several, bias), product + bias)
+    assert RowBlocks(blocks).multiply(several[:0], bias).shape == (0, 3 * rows)
 
 
 @torch.inference_mode()

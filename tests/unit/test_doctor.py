@@ -6,6 +6,7 @@ import json
 import math
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,13 @@ def test_a_port_in_use_is_refused(tiny: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert refused(examined(tiny, port=taken.getsockname()[1])) == {"endpoint"}
+
+
+def test_a_package_of_the_server_that_is_missing_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "launch.http.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    found = examined(tiny)
+    assert refused(found) == {"packages"} and "uvicorn" in found["packages"].text
 
 
 def test_more_cuda_ranks_than_gpus_are_refused(tiny: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycache.attention.layout import StepLayout
 from raycache.memory.component import FULL
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import GroupHandle, ParallelContext, Store, build_group
@@ -367,6 +369,39 @@ def test_the_last_token_of_every_row_gives_logits_on_its_rank(rows: list[tuple[i
     batch = Batch.of(rows)
     ids = torch.cat(batch.on_ranks(cp, lambda inputs: inputs.ids[inputs.logits]))
     assert sorted(ids.tolist()) == np.cumsum([count for _, count in rows]).tolist()
+
+
+@pytest.mark.parametrize("has_all_tokens", [False, True])
+@pytest.mark.parametrize("is_log2", [False, True])
+def test_parts_of_all_ranks_are_merged(has_all_tokens: bool, is_log2: bool) -> None:
+    batch, generator = Batch.of([(20, 1), (3, 1), (9, 1)]), torch.Generator().manual_seed(1)
+    outs = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64)
+    lses = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    lses[0, 1] = -torch.inf  # no keys on this rank
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64)
+    weights = torch.cat([lses, sinks.expand(1, 3, 4)]).softmax(0)[:2]
+    wanted = (outs * weights[..., None]).sum(0)
+
+    def check(inputs: StepInputs) -> None:
+        rank = inputs.ctx.cp.rank
+        part = outs[rank], lses[rank] / math.log(2) if is_log2 else lses[rank]
+        found = StepLayout(inputs).combine(part, None, sinks, is_log2=is_log2)
+        own = wanted[:, 2 * rank : 2 * rank + 2] if has_all_tokens else mine(inputs, wanted)
+        torch.testing.assert_close(found, own)
+
+    batch.on_ranks(2, check, has_all_tokens=has_all_tokens)
+
+
+def test_columns_of_all_members_are_gathered_in_their_order() -> None:
+    columns = torch.arange(24.0).view(3, 8)
+
+    def check(inputs: StepInputs) -> None:
+        group = inputs.ctx.cp
+        own = columns.tensor_split(group.size, dim=1)[group.rank]
+        assert torch.equal(group.gather_columns(own), columns)
+
+    for cp in (1, 2, 4):
+        Batch.of([(0, 1)]).on_ranks(cp, check)
 
 
 def test_a_group_of_one_moves_nothing() -> None:
