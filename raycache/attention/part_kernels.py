@@ -186,6 +186,36 @@ def _pack(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _part(
+    out: tl.tensor,
+    lse: tl.tensor,
+    row: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    is_row: tl.tensor,
+    NUM_WORDS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Words [R, W] of some rows of this rank's results, and their log-sum-exps [R]."""
+    words = tl.load(out + row[:, None] * NUM_WORDS + word, mask=mask, other=0)
+    return words, tl.load(lse + row, mask=is_row, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _no_part(
+    sinks: tl.tensor, is_row: tl.tensor, ROWS: tl.constexpr, WORDS: tl.constexpr, HAS_SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What parts are added to: both numbers of each word [R, W], the highest score and the weights [R]."""
+    most = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row without keys has weights of 0
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        most = tl.load(sinks, mask=is_row, other=-1e30).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    low = tl.zeros([ROWS, WORDS], tl.float32)
+    high = tl.zeros([ROWS, WORDS], tl.float32)
+    return low, high, most, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _add_part(
     found: tl.tensor,
     lse: tl.tensor,
@@ -234,13 +264,7 @@ def _merge(
     word = tl.arange(0, WORDS)[None, :]
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (word < NUM_WORDS)
-    most = tl.full([HEADS], -1e30, tl.float32)  # finite, so that a row without keys has weights of 0
-    total = tl.zeros([HEADS], tl.float32)
-    low = tl.zeros([HEADS, WORDS], tl.float32)
-    high = tl.zeros([HEADS, WORDS], tl.float32)
-    if HAS_SINKS:
-        most = tl.load(sinks + head, mask=is_head, other=-1e30).to(tl.float32) * 1.4426950408889634
-        total += 1.0
+    low, high, most, total = _no_part(sinks + head, is_head, HEADS, WORDS, HAS_SINKS)
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -295,21 +319,11 @@ def _exchange_and_merge(
         first = (row // SHARE * SIZE).to(tl.int64) * SHARE + head  # of rank 0
         for step in tl.static_range(1, SIZE):
             to = (rank + step) % SIZE
-            theirs = first + to * SHARE
-            words = tl.load(out + theirs[:, None] * NUM_WORDS + word, mask=mask, other=0)
+            words, bits = _part(out, lse, first + to * SHARE, word, mask, is_row, NUM_WORDS)
             send(words, peers, to, rank, number, place, mask, SIZE, PROGRAMS, WORDS)
-            bits = tl.load(lse + theirs, mask=is_row, other=0)
             send(bits, peers, to, rank, number, lse_place, is_row, SIZE, PROGRAMS, WORDS)
-        most = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row without keys has weights of 0
-        total = tl.zeros([ROWS], tl.float32)
-        low = tl.zeros([ROWS, ROW_WORDS], tl.float32)
-        high = tl.zeros([ROWS, ROW_WORDS], tl.float32)
-        if HAS_SINKS:
-            most = tl.load(sinks + head, mask=is_row, other=-1e30).to(tl.float32) * 1.4426950408889634
-            total += 1.0
-        mine = first + rank * SHARE
-        words = tl.load(out + mine[:, None] * NUM_WORDS + word, mask=mask, other=0)
-        bits = tl.load(lse + mine, mask=is_row, other=0)
+        low, high, most, total = _no_part(sinks + head, is_row, ROWS, ROW_WORDS, HAS_SINKS)
+        words, bits = _part(out, lse, first + rank * SHARE, word, mask, is_row, NUM_WORDS)
         low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
         for step in tl.static_range(1, SIZE):
             sender = (rank + step) % SIZE
