@@ -186,13 +186,11 @@ class FullKernels:
             return apply_sinks(out, lse, sinks)
         every_q, k, v = inputs.exchange.gather_parts(q, k, v)
         self._writer.write_kv(owned, k, v, to=(view.k, view.v))
-        out, lse = self._cached(view, every_q, lse_base="log2")
-        assert lse is not None
-        return self._layout.combine((out, lse), None, sinks, is_log2=True)
+        return self._layout.combine(self.cached(view, every_q), None, sinks, is_log2=True)
 
     def cached(self, view: KVView, q: Tensor) -> Part:
-        """Queries [T, Hq, D] against this rank's pages, with cp > 1."""
-        out, lse = self._cached(view, q, lse_base="ln")
+        """Queries [T, Hq, D] against this rank's pages, with cp > 1; the log-sum-exp is to base 2."""
+        out, lse = self._cached(view, q, lse_base="log2")
         assert lse is not None
         return out, lse
 

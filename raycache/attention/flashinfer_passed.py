@@ -59,11 +59,11 @@ class PassedKernels:
             out, lse = self._attend_own(q, keys, values, lse_base="log2")
             assert lse is not None and sinks is not None
             return apply_sinks(out, lse, sinks)
-        out, lse = self._attend_own(q, keys, values, lse_base="ln")
+        out, lse = self._attend_own(q, keys, values, lse_base="log2")
         assert lse is not None
         asking, plan = self._asking
         every_q = asking.inputs.exchange.gather(q[self._passing.asked])
-        return self._passing.answered((out, lse), plan.cached(view, every_q), asking, sinks)
+        return self._passing.answered((out, lse), plan.cached(view, every_q), asking, sinks, is_log2=True)
 
     def _attend_own(
         self, q: Tensor, keys: Tensor, values: Tensor, *, lse_base: LseBase | None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raycache.attention.merge import Part, merge
 from raycache.attention.triton_works import triton_works
-from raycache.step.exchange import HeadExchange
+from raycache.step.exchange import TokenExchange
 from raycache.step.inputs import StepInputs
 
 
@@ -86,20 +86,22 @@ class StepLayout:
         Args:
             cached: all T queries against this rank's pages; None exactly if not `has_cached`.
             causal: this rank's T_local queries against new keys; may be None if not `has_causal`.
-            is_log2: whether the log-sum-exps of `cached` are to base 2.
+            is_log2: whether log-sum-exps are to base 2.
         Returns:
             [T_own, H_own, Dv], see `Exchange`.
         """
         if cached is not None and self.inputs.ctx.cp.size == 1 and causal is None and sinks is None:
             return cached[0]
-        exchange = self.inputs.exchange
-        if isinstance(exchange, HeadExchange) and cached is not None and causal is None:
-            kernels = _kernels_for(cached)
-            if kernels is not None:
-                merged: Tensor = kernels.scatter(*cached, self._own_sinks(sinks), cp=exchange.cp, is_log2=is_log2)
-                return merged
-        if cached is not None and is_log2:
-            cached = cached[0], cached[1] * math.log(2)
+        exchange, cp = self.inputs.exchange, self.inputs.ctx.cp
+        if cp.size > 1 and cached is not None and (kernels := _kernels_for(cached)) is not None:
+            merged: Tensor
+            if isinstance(exchange, TokenExchange):
+                merged = kernels.give_back(cached, causal, sinks, exchange=exchange, is_log2=is_log2)
+            else:
+                merged = kernels.scatter(cached, self._own_sinks(sinks), cp=cp, is_log2=is_log2)
+            return merged
+        if is_log2:
+            cached, causal = (None if part is None else (part[0], part[1] * math.log(2)) for part in (cached, causal))
         outs, lses = ([], []) if causal is None else ([causal[0]], [causal[1][None]])
         if cached is not None:
             scattered, lse = self._scatter(cached)

@@ -1,12 +1,15 @@
-"""Triton kernels that exchange and merge partial results in decode steps under cp. Imported only where they run.
+"""Triton kernels that exchange and merge partial results under cp. Imported only where they run.
 
-A result [D] of 2 bytes each and its log-sum-exp of 4 bytes travel as D / 2 + 1 words. Through peer memory one kernel
-does it all. Otherwise they travel as rows, as `StepLayout` sends them without kernels, so that a rank that has none
-receives what it expects:
+A result [D] of 2 bytes each and its log-sum-exp of 4 bytes travel as D / 2 + 1 words, as `StepLayout` sends them
+without kernels, so that a rank that has none receives what it expects:
 
-    [T, H, D] and [T, H]  -- pack, exchange -->  [cp, T, H / cp, D / 2 + 1]  -- merge -->  [T, H / cp, D]
+    all tokens on every rank   [T, H, D], [T, H]  -- pack, exchange -->  [cp, T, H / cp, D / 2 + 1]   -- merge -->
+    tokens split over cp       [T, H, D], [T, H]  -- pack, exchange -->  [cp, T_padded, H, D / 2 + 1]  -- merge -->
 
-Shapes in this file: T tokens, H heads, D head size. In kernels a row is a head of a token: R of them, of W words.
+In the first case one kernel does it all where there is peer memory.
+
+Shapes in this file: T tokens, T_local of this rank, H heads, D head size. In kernels a row is a head of a token: R of
+them, of W words.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from raycache.attention.merge import Part
 from raycache.parallel.collectives import Group
 from raycache.parallel.devices import early
 from raycache.parallel.peer_kernels import high_of, low_of, pair_of, receive, send
 from raycache.parallel.peer_memory import PROGRAMS, WORDS, PeerMemory
+from raycache.step.exchange import TokenExchange
 
 _WORD = torch.int32
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -37,22 +42,37 @@ def takes(out: Tensor, lse: Tensor) -> bool:
     return is_even and out.dtype in _DTYPES and lse.dtype == torch.float32
 
 
-def scatter(out: Tensor, lse: Tensor, sinks: Tensor | None, *, cp: Group, is_log2: bool) -> Tensor:
+def scatter(part: Part, sinks: Tensor | None, *, cp: Group, is_log2: bool) -> Tensor:
     """Merge what all cp ranks have for this rank's heads. Collective over cp.
 
     Args:
-        out: [T, H, D], this rank's results.
-        lse: [T, H] float32.
+        part: this rank's results, [T, H, D] and [T, H] float32.
         sinks: [H / cp] of this rank's heads, or None; no kernel writes them.
         is_log2: whether log-sum-exps are to base 2.
     Returns:
         [T, H / cp, D]; 0 where no rank has keys.
     """
-    out, lse = out.contiguous(), lse.contiguous()
+    out, lse = (each.contiguous() for each in part)
     if (memory := cp.peer_memory((out.nbytes + lse.nbytes) // cp.size)) is not None:
         return _scatter_at_once(out, lse, sinks, memory=memory, is_log2=is_log2)
     packed = pack(out, lse, size=cp.size, is_log2=is_log2)
     return merge(cp.all_to_all(packed), sinks, dtype=out.dtype)
+
+
+def give_back(part: Part, own: Part | None, sinks: Tensor | None, *, exchange: TokenExchange, is_log2: bool) -> Tensor:
+    """Merge what all cp ranks have for this rank's tokens. Collective over cp.
+
+    Args:
+        part: this rank's results for all tokens, [T, H, D] and [T, H] float32.
+        own: one more part of this rank's tokens, [T_local, H, D] and [T_local, H] float32; or None.
+        sinks: [H], or None; no kernel writes them.
+        is_log2: whether log-sum-exps are to base 2.
+    Returns:
+        [T_local, H, D]; 0 where no part has keys.
+    """
+    packed = pack_tokens(*part, exchange.what, is_log2=is_log2)
+    every = exchange.cp.all_to_all(packed.unflatten(0, (exchange.cp.size, exchange.padded_len)))
+    return merge(every, sinks, dtype=part[0].dtype, num_tokens=exchange.num_local, own=own, is_log2=is_log2)
 
 
 def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: PeerMemory, is_log2: bool) -> Tensor:
@@ -124,28 +144,77 @@ def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool) -> Tensor:
     return packed
 
 
-def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-    """Merge what all ranks have for this rank's heads, as `merge.merge` does.
+def pack_tokens(out: Tensor, lse: Tensor, tokens: Tensor, *, is_log2: bool) -> Tensor:
+    """Results of some tokens, one after the other.
+
+    Args:
+        out: [T, H, D].
+        lse: [T, H] float32.
+        tokens: int64 [N], which ones.
+        is_log2: whether `lse` is to base 2; what is packed is not.
+    Returns:
+        Words [N, H, D / 2 + 1].
+    """
+    _, num_heads, dim = out.shape
+    words = dim // 2
+    packed = torch.empty((len(tokens), num_heads, words + 1), dtype=_WORD, device=out.device)
+    _pack_tokens[(len(tokens), triton.cdiv(num_heads, _HEADS))](
+        out.contiguous().view(_WORD),
+        lse.contiguous().view(_WORD),
+        tokens,
+        packed,
+        NUM_HEADS=num_heads,
+        NUM_WORDS=words,
+        WORDS=triton.next_power_of_2(words),
+        HEADS=_HEADS,
+        IS_LOG2=is_log2,
+        num_warps=2,
+        **early(out.device),
+    )
+    return packed
+
+
+def merge(
+    packed: Tensor,
+    sinks: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    num_tokens: int | None = None,
+    own: Part | None = None,
+    is_log2: bool = False,
+) -> Tensor:
+    """Merge parts, as `merge.merge` does.
 
     Args:
         packed: words [parts, T, H, D / 2 + 1].
         sinks: [H], contiguous weights, which no kernel writes; or None.
+        num_tokens: the first ones that are merged; None for all.
+        own: one more part, of these tokens, [num_tokens, H, D] and [num_tokens, H] float32; or None.
+        is_log2: whether the log-sum-exps of `own` are to base 2; those of `packed` never are.
     Returns:
-        [T, H, D]; 0 where no part has keys.
+        [num_tokens, H, D]; 0 where no part has keys.
     """
-    num_parts, num_tokens, num_heads, words = packed.shape
+    num_parts, num_packed, num_heads, words = packed.shape
+    num_tokens = num_packed if num_tokens is None else num_tokens
     out = torch.empty((num_tokens, num_heads, 2 * (words - 1)), dtype=dtype, device=packed.device)
+    if not num_tokens:
+        return out
+    own_out, own_lse = (packed, packed) if own is None else (part.contiguous().view(_WORD) for part in own)
     _merge[(num_tokens, triton.cdiv(num_heads, _HEADS))](
         packed,
+        own_out,
+        own_lse,
         packed if sinks is None else sinks,
         out.view(_WORD),
-        num_tokens,
+        num_packed,
         NUM_PARTS=num_parts,
         NUM_HEADS=num_heads,
         NUM_WORDS=words - 1,
         WORDS=triton.next_power_of_2(words - 1),
         HEADS=_HEADS,
         DTYPE=_DTYPES[dtype],
+        HAS_OWN=own is not None,
+        OWN_LOG2=1.0 if is_log2 else _LOG2_E,
         HAS_SINKS=sinks is not None,
         num_warps=2,
         **early(packed.device),
@@ -182,6 +251,36 @@ def _pack(
     scores = tl.load(lse + token * NUM_HEADS + head, mask=is_head, other=0)
     if IS_LOG2:
         scores = (scores.to(tl.float32, bitcast=True) * 0.6931471805599453).to(tl.int32, bitcast=True)
+    tl.store(row + NUM_WORDS, scores, mask=is_head)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack_tokens(
+    out: tl.tensor,
+    lse: tl.tensor,
+    tokens: tl.tensor,
+    packed: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_LOG2: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per packed token and HEADS heads."""
+    place = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    word = tl.arange(0, WORDS)[None, :]
+    is_head = head < NUM_HEADS
+    mask = is_head[:, None] & (word < NUM_WORDS)
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    found, scores = _part(out, lse, tl.load(tokens + place) * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
+    if IS_LOG2:
+        scores = (scores.to(tl.float32, bitcast=True) * 0.6931471805599453).to(tl.int32, bitcast=True)
+    row = packed + (place * NUM_HEADS + head) * (NUM_WORDS + 1)
+    tl.store(row[:, None] + word, found, mask=mask)
     tl.store(row + NUM_WORDS, scores, mask=is_head)
 
 
@@ -243,18 +342,22 @@ def _merged(low: tl.tensor, high: tl.tensor, total: tl.tensor, DTYPE: tl.constex
     return pair_of(low * inverse, high * inverse, DTYPE)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_packed"])  # type: ignore[untyped-decorator]
 def _merge(
     packed: tl.tensor,
+    own_out: tl.tensor,
+    own_lse: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
-    num_tokens: tl.tensor,
+    num_packed: tl.tensor,
     NUM_PARTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
     HEADS: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    OWN_LOG2: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
@@ -268,8 +371,11 @@ def _merge(
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
+    if HAS_OWN:
+        found, lse = _part(own_out, own_lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
+        low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, OWN_LOG2)
     for part in tl.static_range(NUM_PARTS):
-        row = packed + ((part * num_tokens + token) * NUM_HEADS + head) * (NUM_WORDS + 1)
+        row = packed + ((part * num_packed + token) * NUM_HEADS + head) * (NUM_WORDS + 1)
         found = tl.load(row[:, None] + word, mask=mask, other=0)
         lse = tl.load(row + NUM_WORDS, mask=is_head, other=0)
         low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, 1.4426950408889634)

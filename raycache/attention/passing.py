@@ -19,6 +19,7 @@ A page of the buffer has as many tokens as a rank holds of a page. New tokens fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -147,7 +148,9 @@ class Passing:
         buffer.flatten(0, 1).index_copy_(0, self._slots, every)
         return buffer
 
-    def answered(self, part: Part, cached: Part, asking: StepLayout, sinks: Tensor | None) -> Tensor:
+    def answered(
+        self, part: Part, cached: Part, asking: StepLayout, sinks: Tensor | None, *, is_log2: bool = False
+    ) -> Tensor:
         """Merge results over cp for the rows that pass queries. Collective over cp.
 
         Args:
@@ -155,13 +158,14 @@ class Passing:
             cached: all queries of those rows against this rank's pages.
             asking: layout of those rows.
             sinks: [H] or None.
+            is_log2: whether log-sum-exps are to base 2.
         Returns:
             [T_local, H, D]
         """
         out, lse = part
-        answers = asking.combine(cached, (out[self.asked], lse[self.asked]), sinks)
+        answers = asking.combine(cached, (out[self.asked], lse[self.asked]), sinks, is_log2=is_log2)
         if sinks is not None:
-            out = merge([out], lse[None], sinks)
+            out = merge([out], (lse * math.log(2) if is_log2 else lse)[None], sinks)
         out[self.asked] = answers
         return out
 

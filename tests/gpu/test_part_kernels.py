@@ -39,6 +39,33 @@ def test_parts_of_all_ranks_are_merged_as_in_torch(
         assert float((found.double() - wanted[:, own]).abs().max()) <= bound
 
 
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(7, 12, 64), (50, 6, 80), (130, 16, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize(("has_sinks", "is_log2"), [(False, True), (True, False), (True, True)])
+def test_parts_of_some_tokens_are_merged_as_in_torch(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, has_own: bool, has_sinks: bool, is_log2: bool
+) -> None:
+    from raycache.attention import part_kernels
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    outs = torch.randn(3, tokens, heads, dim, device="cuda", generator=generator).to(dtype)
+    lses = 5 * torch.randn(3, tokens, heads, device="cuda", generator=generator)
+    lses[0, ::2] = -torch.inf  # no keys on this rank
+    sinks = torch.randn(heads, device="cuda", generator=generator).to(dtype) if has_sinks else None
+    chosen = torch.randperm(tokens, device="cuda", generator=generator)[: tokens // 2]
+    padded = torch.cat([chosen, chosen.new_zeros(2)])
+    parts = slice(0, 3 if has_own else 2)
+    wanted = merge(outs[parts].double(), lses[parts].double(), None if sinks is None else sinks.double())[chosen]
+    given = lses / math.log(2) if is_log2 else lses
+    pairs = zip(outs[:2], given, strict=False)
+    packed = torch.stack([part_kernels.pack_tokens(out, lse, padded, is_log2=is_log2) for out, lse in pairs])
+    own = (outs[2][chosen], given[2][chosen]) if has_own else None
+    found = part_kernels.merge(packed, sinks, dtype=dtype, num_tokens=len(chosen), own=own, is_log2=is_log2)
+    bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
+    assert found.shape == wanted.shape and float((found.double() - wanted).abs().max()) <= bound
+
+
 def test_rows_without_keys_on_any_rank_are_finite() -> None:
     from raycache.attention import part_kernels
 

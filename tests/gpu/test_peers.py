@@ -126,7 +126,7 @@ def wrong_merge(group: PeerGroup, chosen: random.Random, device: torch.device, *
     given = lses[group.rank] / math.log(2) if is_log2 else lses[group.rank]
     own_sinks = None if sinks is None else sinks[own].contiguous()
     assert group.peer_memory((outs[0].nbytes + given.nbytes) // group.size) is not None
-    found = part_kernels.scatter(outs[group.rank], given, own_sinks, cp=group, is_log2=is_log2)
+    found = part_kernels.scatter((outs[group.rank], given), own_sinks, cp=group, is_log2=is_log2)
     bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
     is_right = float((found.double() - wanted).abs().max()) <= bound
     return [] if is_right else [f"merge {dtype} {tuple(outs.shape)} {is_log2=} {sinks is None=}"]

@@ -375,17 +375,18 @@ def test_the_last_token_of_every_row_gives_logits_on_its_rank(rows: list[tuple[i
 @pytest.mark.parametrize("is_log2", [False, True])
 def test_parts_of_all_ranks_are_merged(has_all_tokens: bool, is_log2: bool) -> None:
     batch, generator = Batch.of([(20, 1), (3, 1), (9, 1)]), torch.Generator().manual_seed(1)
-    outs = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64)
-    lses = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    outs = torch.randn(3, 3, 4, 6, generator=generator, dtype=torch.float64)
+    lses = torch.randn(3, 3, 4, generator=generator, dtype=torch.float64)
     lses[0, 1] = -torch.inf  # no keys on this rank
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)
-    weights = torch.cat([lses, sinks.expand(1, 3, 4)]).softmax(0)[:2]
-    wanted = (outs * weights[..., None]).sum(0)
+    num_parts = 2 if has_all_tokens else 3  # tokens that are split over ranks have a part of their own
+    weights = torch.cat([lses[:num_parts], sinks.expand(1, 3, 4)]).softmax(0)[:num_parts]
+    wanted = (outs[:num_parts] * weights[..., None]).sum(0)
 
     def check(inputs: StepInputs) -> None:
-        rank = inputs.ctx.cp.rank
-        part = outs[rank], lses[rank] / math.log(2) if is_log2 else lses[rank]
-        found = StepLayout(inputs).combine(part, None, sinks, is_log2=is_log2)
+        rank, given = inputs.ctx.cp.rank, lses / math.log(2) if is_log2 else lses
+        causal = None if has_all_tokens else (mine(inputs, outs[2]), mine(inputs, given[2]))
+        found = StepLayout(inputs).combine((outs[rank], given[rank]), causal, sinks, is_log2=is_log2)
         own = wanted[:, 2 * rank : 2 * rank + 2] if has_all_tokens else mine(inputs, wanted)
         torch.testing.assert_close(found, own)
 
