@@ -70,7 +70,7 @@ def give_back(part: Part, own: Part | None, sinks: Tensor | None, *, exchange: T
     Returns:
         [T_local, H, D]; 0 where no part has keys.
     """
-    packed = pack_tokens(*part, exchange.what, is_log2=is_log2)
+    (packed,) = pack(*part, size=1, is_log2=is_log2, tokens=exchange.what)
     every = exchange.cp.all_to_all(packed.unflatten(0, (exchange.cp.size, exchange.padded_len)))
     return merge(every, sinks, dtype=part[0].dtype, num_tokens=exchange.num_local, own=own, is_log2=is_log2)
 
@@ -114,59 +114,32 @@ def _power_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool) -> Tensor:
+def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool, tokens: Tensor | None = None) -> Tensor:
     """Results of all heads, for each of `size` ranks those of its heads.
-
-    Args:
-        out: [T, H, D], contiguous.
-        lse: [T, H] float32, contiguous.
-        is_log2: whether it is to base 2; what is packed is not.
-    Returns:
-        Words [size, T, H / size, D / 2 + 1].
-    """
-    num_tokens, num_heads, dim = out.shape
-    share, words = num_heads // size, dim // 2
-    packed = torch.empty((size, num_tokens, share, words + 1), dtype=_WORD, device=out.device)
-    _pack[(num_tokens, triton.cdiv(num_heads, _HEADS))](
-        out.view(_WORD),
-        lse.view(_WORD),
-        packed,
-        num_tokens,
-        NUM_HEADS=num_heads,
-        SHARE=share,
-        NUM_WORDS=words,
-        WORDS=triton.next_power_of_2(words),
-        HEADS=_HEADS,
-        IS_LOG2=is_log2,
-        num_warps=2,
-        **early(out.device),
-    )
-    return packed
-
-
-def pack_tokens(out: Tensor, lse: Tensor, tokens: Tensor, *, is_log2: bool) -> Tensor:
-    """Results of some tokens, one after the other.
 
     Args:
         out: [T, H, D].
         lse: [T, H] float32.
-        tokens: int64 [N], which ones.
-        is_log2: whether `lse` is to base 2; what is packed is not.
+        is_log2: whether it is to base 2; what is packed is not.
+        tokens: int64 [N], those that are packed, in this order; None for all.
     Returns:
-        Words [N, H, D / 2 + 1].
+        Words [size, N, H / size, D / 2 + 1].
     """
-    _, num_heads, dim = out.shape
-    words = dim // 2
-    packed = torch.empty((len(tokens), num_heads, words + 1), dtype=_WORD, device=out.device)
-    _pack_tokens[(len(tokens), triton.cdiv(num_heads, _HEADS))](
+    num_heads, dim = out.shape[1:]
+    num_tokens, words = len(out) if tokens is None else len(tokens), dim // 2
+    packed = torch.empty((size, num_tokens, num_heads // size, words + 1), dtype=_WORD, device=out.device)
+    _pack[(num_tokens, triton.cdiv(num_heads, _HEADS))](
         out.contiguous().view(_WORD),
         lse.contiguous().view(_WORD),
-        tokens,
+        packed if tokens is None else tokens,
         packed,
+        num_tokens,
         NUM_HEADS=num_heads,
+        SHARE=num_heads // size,
         NUM_WORDS=words,
         WORDS=triton.next_power_of_2(words),
         HEADS=_HEADS,
+        HAS_TOKENS=tokens is not None,
         IS_LOG2=is_log2,
         num_warps=2,
         **early(out.device),
@@ -226,6 +199,7 @@ def merge(
 def _pack(
     out: tl.tensor,
     lse: tl.tensor,
+    tokens: tl.tensor,
     packed: tl.tensor,
     num_tokens: tl.tensor,
     NUM_HEADS: tl.constexpr,
@@ -233,37 +207,7 @@ def _pack(
     NUM_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
     HEADS: tl.constexpr,
-    IS_LOG2: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-) -> None:
-    """One program per token and HEADS heads."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    word = tl.arange(0, WORDS)[None, :]
-    is_head = head < NUM_HEADS
-    mask = is_head[:, None] & (word < NUM_WORDS)
-    if IS_EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = packed + ((head // SHARE * num_tokens + token) * SHARE + head % SHARE) * (NUM_WORDS + 1)
-    found = tl.load(out + (token * NUM_HEADS + head)[:, None] * NUM_WORDS + word, mask=mask, other=0)
-    tl.store(row[:, None] + word, found, mask=mask)
-    scores = tl.load(lse + token * NUM_HEADS + head, mask=is_head, other=0)
-    if IS_LOG2:
-        scores = (scores.to(tl.float32, bitcast=True) * 0.6931471805599453).to(tl.int32, bitcast=True)
-    tl.store(row + NUM_WORDS, scores, mask=is_head)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _pack_tokens(
-    out: tl.tensor,
-    lse: tl.tensor,
-    tokens: tl.tensor,
-    packed: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WORDS: tl.constexpr,
-    HEADS: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
     IS_LOG2: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
@@ -276,10 +220,13 @@ def _pack_tokens(
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    found, scores = _part(out, lse, tl.load(tokens + place) * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
+    token = place
+    if HAS_TOKENS:
+        token = tl.load(tokens + place)
+    found, scores = _part(out, lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
     if IS_LOG2:
         scores = (scores.to(tl.float32, bitcast=True) * 0.6931471805599453).to(tl.int32, bitcast=True)
-    row = packed + (place * NUM_HEADS + head) * (NUM_WORDS + 1)
+    row = packed + ((head // SHARE * num_tokens + place) * SHARE + head % SHARE) * (NUM_WORDS + 1)
     tl.store(row[:, None] + word, found, mask=mask)
     tl.store(row + NUM_WORDS, scores, mask=is_head)
 

@@ -59,7 +59,7 @@ def test_parts_of_some_tokens_are_merged_as_in_torch(
     wanted = merge(outs[parts].double(), lses[parts].double(), None if sinks is None else sinks.double())[chosen]
     given = lses / math.log(2) if is_log2 else lses
     pairs = zip(outs[:2], given, strict=False)
-    packed = torch.stack([part_kernels.pack_tokens(out, lse, padded, is_log2=is_log2) for out, lse in pairs])
+    packed = torch.stack([part_kernels.pack(out, lse, size=1, is_log2=is_log2, tokens=padded)[0] for out, lse in pairs])
     own = (outs[2][chosen], given[2][chosen]) if has_own else None
     found = part_kernels.merge(packed, sinks, dtype=dtype, num_tokens=len(chosen), own=own, is_log2=is_log2)
     bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
