@@ -226,7 +226,7 @@ class Settings:
     prompt_share: float = _scheduling(
         0.25,
         "part of max_step_tokens that prompts may take in a step while other requests generate; the smaller it is, the "
-        "sooner their tokens come; above 0, and 1 for no limit",
+        "sooner their tokens come; it grows while most requests wait for a first token; above 0, and 1 for no limit",
         unit="FRACTION",
     )
     overlap: str = _scheduling(

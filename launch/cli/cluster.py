@@ -24,7 +24,7 @@ from launch.observe.requests import Observed, observe
 from launch.service import register
 from raycache.checkpoint.hub_id import hub_id
 from raycache.config import Config
-from raycache.imports import importing
+from raycache.garbage import importing
 from raycache.observe import logs
 from raycache.types import EngineInfo
 

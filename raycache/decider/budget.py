@@ -6,7 +6,11 @@ requests, prompts share a part of the budget:
     nobody generates     [ prompt .............................. ]    the whole budget, one prompt after the other
     others generate      [ d d d | prompt ... | prompt ... |     ]    `prompt_share` of it, in equal parts
 
-A part is not made smaller than a quarter of that: every chunk of a prompt reads all of the prompt's cached state.
+Where many requests wait for their first token and few generate, as when a burst of them arrives, short steps would
+spare the few at the cost of the many. So the part grows with the share of requests that wait behind the first one.
+
+A prompt's part is not made smaller than a quarter of that: every chunk of a prompt reads all of the prompt's cached
+state.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ class StepBudget:
 
     Attributes:
         tokens: of all rows.
-        prompt_share: part of `tokens` for prompts while other requests generate; 1 sets no limit.
+        prompt_share: least part of `tokens` for prompts while other requests generate; 1 sets no limit.
     """
 
     tokens: int
@@ -35,9 +39,15 @@ class StepBudget:
         """Whether prompts are limited at all."""
         return self.prompt_share < 1
 
-    def prompt_tokens(self, page_size: int) -> int:
-        """Tokens of prompts in a step in which others generate: whole pages, at least one."""
-        return max(1, int(self.tokens * self.prompt_share) // page_size) * page_size
+    def prompt_tokens(self, page_size: int, *, num_prompts: int = 1, num_others: int = 1) -> int:
+        """Tokens of prompts in a step in which others generate: whole pages, at least one.
+
+        Args:
+            num_prompts: requests that wait for their first token, and have a slot or could have one.
+            num_others: those that generate.
+        """
+        share = max(self.prompt_share, (num_prompts - 1) / (num_prompts + num_others))
+        return max(1, int(self.tokens * share) // page_size) * page_size
 
 
 def least_chunk(tokens: int) -> int:

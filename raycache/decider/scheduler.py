@@ -189,7 +189,9 @@ class Scheduler:
         # With several stages, those that generate may be in flight.
         if not (decodes or any(run.wants_row and run.num_next == 1 for run in self.queues.running)):
             return
-        tokens = self._budget.prompt_tokens(self.cache.page_size)
+        num_others = len(self.queues.running) - len(prompts)
+        num_prompts = self.queues.num_busy - num_others
+        tokens = self._budget.prompt_tokens(self.cache.page_size, num_prompts=num_prompts, num_others=num_others)
         wanted = [run.num_next for run in prompts]
         if 0 < len(wanted) < MAX_PARTS and (waiting_len := self._admission.next_len()):
             wanted.append(waiting_len)

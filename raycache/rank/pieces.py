@@ -31,9 +31,10 @@ from raycache.rank.recorder import Recorder, Replay
 from raycache.step.inputs import StepInputs, build_inputs
 from raycache.wire.plan import Row, StepPlan
 
+# 2,176: a quarter of 8,192 tokens for prompts, by default, and rows that generate.
 _SIZES = (
     1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384,
-    *range(512, 1024, 128), *range(1024, 2560, 256), 2560, 3072,
+    *range(512, 1024, 128), *range(1024, 2304, 256), 2176, 2304, 2560, 3072,
 )  # fmt: skip
 _MOST_BUSY = 1.25
 """Steps that take longer than this multiple of the time to launch them are not recorded: padding would cost more."""

@@ -43,6 +43,11 @@ def prompts(plan: StepPlan) -> Counter[int]:
     return found
 
 
+def most(budget: StepBudget, plan: StepPlan, *, most_waiting: int) -> int:
+    """Tokens that prompts of a plan may have, if so many requests wait at most."""
+    return budget.prompt_tokens(4, num_prompts=most_waiting, num_others=decodes(plan))
+
+
 def decodes(plan: StepPlan) -> int:
     """Decode rows of requests that did not begin with this plan."""
     new = {admit.slot for admit in plan.admits}
@@ -96,11 +101,11 @@ def test_prompts_take_no_more_than_their_share_while_others_generate(
     for name, tokens in run(engine).items():
         found.setdefault(name, []).extend(tokens)
     assert found == right
-    most = StepBudget(max_step_tokens, prompt_share).prompt_tokens(4)
+    budget = StepBudget(max_step_tokens, prompt_share)
     for plan in executor.plans:
         assert sum(row.num_tokens for row in plan.rows) <= max_step_tokens
         if decodes(plan):
-            assert sum(prompts(plan).values()) <= most
+            assert sum(prompts(plan).values()) <= most(budget, plan, most_waiting=len(lengths) - decodes(plan))
 
 
 @in_every_flow
@@ -146,8 +151,9 @@ def test_long_prompts_get_equal_parts_and_a_short_one_what_it_needs() -> None:
 
 
 def test_many_prompts_take_turns_in_their_order() -> None:
-    engine, executor = make_engine(max_step_tokens=64, prompt_share=0.5, num_pages=800, max_running=12)
-    add(engine, "chat", [1, 2, 3], max_tokens=200)
+    engine, executor = make_engine(max_step_tokens=64, prompt_share=0.5, num_pages=800, max_running=24)
+    for number in range(8):  # as many as will wait
+        add(engine, f"chat {number}", [1, 2, 3 + number], max_tokens=200)
     engine.step()
     right = {f"r{i}": add(engine, f"r{i}", prompt_of(i, 100), max_tokens=1) for i in range(8)}
     ended = []
@@ -191,7 +197,32 @@ def test_a_share_of_one_sets_no_limit() -> None:
     run(engine)
     taken = [sum(prompts(plan).values()) for plan in executor.plans[1:] if prompts(plan)]
     assert taken[:-1] == [31] * (len(taken) - 1)
+
+
+def test_the_share_grows_while_more_requests_wait_than_generate() -> None:
+    engine, executor = make_engine(max_step_tokens=64, prompt_share=0.25, num_pages=800, max_running=12)
+    for number in range(10):
+        add(engine, f"r{number}", prompt_of(number, 30), max_tokens=30)
+    run(engine)
+    taken = [sum(prompts(plan).values()) for plan in executor.plans if decodes(plan) and prompts(plan)]
+    assert taken[0] > 32 and max(taken[-5:]) == 16
+    assert all(a + 4 > b for a, b in itertools.pairwise(taken))  # less than a page is left
+
+
+def test_of_requests_that_have_no_slot_none_counts_as_waiting() -> None:
+    engine, executor = make_engine(max_step_tokens=64, prompt_share=0.25, num_pages=800, max_running=4)
+    for number in range(3):
+        add(engine, f"chat {number}", [1, 2, 3 + number], max_tokens=20)
+    engine.step()
+    for number in range(9):
+        add(engine, f"r{number}", prompt_of(number, 60), max_tokens=1)
+    run(engine)
+    assert max(sum(prompts(plan).values()) for plan in executor.plans[1:9]) == 16
+
+
+def test_the_share_is_made_of_whole_pages() -> None:
     assert StepBudget(8192, 0.25).prompt_tokens(64) == 2048
+    assert StepBudget(8192, 0.25).prompt_tokens(64, num_prompts=61, num_others=3) == 7680
     assert [StepBudget(512, share).prompt_tokens(64) for share in (0.01, 0.2, 0.5)] == [64, 64, 256]
     assert all(a <= b for a, b in itertools.pairwise(StepBudget(100, s / 10).prompt_tokens(4) for s in range(1, 10)))
 

@@ -1,4 +1,4 @@
-"""Imports of large libraries."""
+"""What the garbage collector need not look at."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def leave_out_started() -> None:
+    """Leave all objects of a process that has started out of collections from now on.
+
+    Few of them will ever be garbage, and a collection of the oldest generation goes through all of them while every
+    thread of the process waits.
+    """
+    gc.freeze()

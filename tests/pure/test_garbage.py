@@ -1,4 +1,4 @@
-"""Imports with the garbage collector off."""
+"""What the garbage collector leaves out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raycache.imports import importing
+from raycache.garbage import importing, leave_out_started
 
 
 @pytest.fixture(autouse=True)
@@ -35,4 +35,11 @@ def test_what_was_imported_is_left_out_of_later_collections() -> None:
     gc.unfreeze()
     with importing():
         made = [[] for _ in range(1000)]
+    assert gc.get_freeze_count() >= len(made)
+
+
+def test_what_a_process_has_when_it_has_started_is_left_out_too() -> None:
+    gc.unfreeze()
+    made = [[] for _ in range(1000)]
+    leave_out_started()
     assert gc.get_freeze_count() >= len(made)
