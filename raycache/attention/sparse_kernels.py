@@ -32,7 +32,7 @@ from raycache.attention.layout import StepLayout
 from raycache.attention.sparse_choice_kernels import choose_keys, find_last_chosen, keep_chosen
 from raycache.attention.sparse_score_kernels import score_keys
 from raycache.memory.views import IndexView
-from raycache.parallel.owned_tokens import owned_prefix_len
+from raycache.parallel.owned_tokens import owned_prefix_lens
 from raycache.step.inputs import Places, StepInputs
 
 SCORE_BYTES = 256 << 20  # of float32 scores held at once
@@ -97,7 +97,8 @@ class KernelIndexer:
         keys = exchange.gather(k.to(view.key.dtype))
         view.write(places.slots, keys[places.owned])
         # The same width on every rank; the first rank holds the most tokens of a row.
-        most = owned_prefix_len(self._longest_row, page_size=places.page_size, cp_rank=0, cp_size=places.cp_size)
+        longest = np.array([self._longest_row])
+        (most,) = owned_prefix_lens(longest, page_size=places.page_size, cp_rank=0, cp_size=places.cp_size).tolist()
         width = min(top_k, _aligned(most, _ALIGNED))
         asked = _Asked(
             keys=view.key,

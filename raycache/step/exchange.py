@@ -104,7 +104,7 @@ class TokenExchange:
         what = np.zeros(len(locals_) * padded_len, np.int64)
         where = np.zeros(int(starts[-1]), np.int64)
         for rank, rows in enumerate(locals_):
-            tokens = np.concatenate([np.empty(0, np.int64), *(mine + starts[i] for i, mine in enumerate(rows))])
+            tokens = np.concatenate([np.empty(0, np.int64), *rows]) + np.repeat(starts[:-1], list(map(len, rows)))
             padded = rank * padded_len + np.arange(len(tokens))
             what[padded] = tokens
             where[tokens] = padded

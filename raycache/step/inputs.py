@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.owned_tokens import owned_prefix_len, owned_slots
+from raycache.parallel.owned_tokens import owned_prefix_lens, owned_slots
 from raycache.step import page_tables
 from raycache.step.exchange import Exchange, HeadExchange, TokenExchange
-from raycache.wire.plan import StepPlan, emitted, local_positions
+from raycache.wire.plan import StepPlan, is_emitted, local_positions
 
 PageTables = Mapping[str, NDArray[np.int32]]
 """Component space -> ids of the pages of a sequence; -1 for a page that is no longer held."""
@@ -249,12 +249,12 @@ def build_inputs(
         assert all(row.num_tokens == 1 for row in plan.rows), "every cp rank computes all tokens of rows of one token"
         mine = [np.zeros(1, np.int64) for _ in plan.rows]
     tables = [page_tables[row.slot] for row in plan.rows]
+    own, of_row = np.concatenate([np.empty(0, np.int64), *mine]), _rows_of([len(one) for one in mine])
+    tokens = np.frombuffer(b"".join(row.tokens for row in plan.rows), np.int32)
     return StepInputs(
         ctx=ctx,
-        ids=_on_device(
-            [np.frombuffer(row.tokens, np.int32)[own] for row, own in zip(plan.rows, mine, strict=True)], ctx
-        ),
-        positions=_on_device([row.start + own for row, own in zip(plan.rows, mine, strict=True)], ctx),
+        ids=_on_device(tokens[own + starts[of_row]], ctx),
+        positions=_on_device(own + np.array([row.start for row in plan.rows], np.int64)[of_row], ctx),
         num_tokens=int(starts[-1]),
         rows=_rows(plan, mine, starts=starts.tolist()),
         exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx),
@@ -264,20 +264,28 @@ def build_inputs(
             )
             for space, window in windows.items()
         },
-        read_states=_on_device([np.array([max(row.read_state, 0) for row in plan.rows])], ctx),
-        write_states=_on_device([np.array([max(row.write_state, 0) for row in plan.rows])], ctx),
-        logits=_on_device([np.arange(len(mine))] if has_all_tokens else _emitted(plan, mine), ctx),
+        read_states=_on_device(np.array([max(row.read_state, 0) for row in plan.rows]), ctx),
+        write_states=_on_device(np.array([max(row.write_state, 0) for row in plan.rows]), ctx),
+        logits=_on_device(np.arange(len(mine)) if has_all_tokens else _emitted(plan, mine), ctx),
         is_decode=all(row.num_tokens == 1 for row in plan.rows),
     )
 
 
-def _emitted(plan: StepPlan, mine: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+def _emitted(plan: StepPlan, mine: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Local indices of the tokens of each row whose logits are used, given those that this rank computes."""
-    firsts = np.cumsum([0, *map(len, mine)]).tolist()
-    return [
-        first + np.flatnonzero(np.isin(own, emitted(row, own)))
-        for row, own, first in zip(plan.rows, mine, firsts, strict=False)
-    ]
+    found, first = list[int](), 0
+    for row, own in zip(plan.rows, mine, strict=True):
+        if row.num_tokens > 1:
+            found += (first + np.flatnonzero(is_emitted(row, own))).tolist()
+        elif len(own) and (row.targets or row.output_position >= 0):  # without numpy, as there may be many
+            found.append(first)
+        first += len(own)
+    return np.array(found, np.int64)
+
+
+def _rows_of(counts: Sequence[int]) -> NDArray[np.int64]:
+    """Row of each token, if rows have so many."""
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def _rows(plan: StepPlan, mine: Sequence[NDArray[np.int64]], *, starts: Sequence[int]) -> tuple[RowInputs, ...]:
@@ -311,17 +319,17 @@ def _places(
     ctx: ParallelContext,
 ) -> Places:
     cp = {"cp_rank": ctx.cp.rank, "cp_size": ctx.cp.size}
-    owned, slots = [], []
-    for i, (row, table) in enumerate(zip(plan.rows, tables, strict=True)):
-        chunk = np.arange(row.start, row.start + row.num_tokens)
-        index, where = owned_slots(chunk, table, page_size=page_size, **cp)
-        kept = where >= 0
-        owned.append(index[kept] + starts[i])
-        slots.append(where[kept])
+    pages = _pages(plan, tables, page_size=page_size, window=window, ctx=ctx)
+    of_row = _rows_of([row.num_tokens for row in plan.rows])
+    behind = np.array([row.start for row in plan.rows], np.int64) - starts[:-1]
+    positions = np.arange(len(of_row)) + behind[of_row]
+    ids = pages.ids[positions // page_size + (pages.indptr[:-1] - pages.first)[of_row]]
+    owned, slots = owned_slots(positions, ids, page_size=page_size, **cp)
+    kept = slots >= 0
     return Places(
-        owned=_on_device(owned, ctx),
-        slots=_on_device(slots, ctx),
-        pages=_pages(plan, tables, page_size=page_size, window=window, ctx=ctx),
+        owned=_on_device(owned[kept], ctx),
+        slots=_on_device(slots[kept], ctx),
+        pages=pages,
         page_size=page_size,
         **cp,
     )
@@ -330,27 +338,26 @@ def _places(
 def _pages(
     plan: StepPlan, tables: Sequence[NDArray[np.int32]], *, page_size: int, window: int, ctx: ParallelContext
 ) -> Pages:
-    share = page_size // ctx.cp.size
-    ids: list[NDArray[np.int32]] = []
-    first: list[int] = []
-    cached: list[int] = []
-    total: list[int] = []
-    for row, table in zip(plan.rows, tables, strict=True):
-        # A single new token is read from its page like those before it, so that no causal part is left.
-        seen, end = row.start + (row.num_tokens == 1), row.start + row.num_tokens
-        # Pages before the window may have been freed.
-        begin = max(0, row.start - window + 1) // page_size if window else 0
-        ids.append(table[begin : -(-end // page_size)])
-        first.append(begin)
-        for counts, tokens in ((cached, seen), (total, end)):
-            held = owned_prefix_len(tokens, page_size=page_size, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
-            counts.append(max(held - begin * share, 0))
+    starts = np.array([row.start for row in plan.rows], np.int64)
+    counts = np.array([row.num_tokens for row in plan.rows], np.int64)
+    ends = starts + counts
+    # Pages before the window may have been freed.
+    first = np.maximum(starts - window + 1, 0) // page_size if window else np.zeros_like(starts)
+    last = -(-ends // page_size)
+    ids = [table[begin:end] for table, begin, end in zip(tables, first.tolist(), last.tolist(), strict=True)]
+
+    def held(lens: NDArray[np.int64]) -> NDArray[np.int32]:
+        """This rank's tokens among the first ones of each row, without those before its first page."""
+        every = owned_prefix_lens(lens, page_size=page_size, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
+        return np.maximum(every - first * (page_size // ctx.cp.size), 0).astype(np.int32)
+
     return Pages(
         indptr=np.cumsum([0, *map(len, ids)], dtype=np.int32),
         ids=np.concatenate([np.empty(0, np.int32), *ids]),
-        first=np.array(first, np.int32),
-        cached=np.array(cached, np.int32),
-        total=np.array(total, np.int32),
+        first=first.astype(np.int32),
+        # A single new token is read from its page like those before it, so that no causal part is left.
+        cached=held(starts + (counts == 1)),
+        total=held(ends),
     )
 
 
@@ -365,9 +372,8 @@ def _moved_together(rows: Sequence[RowInputs]) -> tuple[tuple[RowInputs, ...], N
     return tuple(found), index.astype(np.int64)
 
 
-def _on_device(parts: Sequence[NDArray[np.generic]], ctx: ParallelContext) -> Tensor:
-    joined = np.concatenate(parts) if parts else np.empty(0)
-    return ctx.on_device(np.ascontiguousarray(joined, dtype=np.int64))
+def _on_device(numbers: NDArray[np.generic], ctx: ParallelContext) -> Tensor:
+    return ctx.on_device(np.ascontiguousarray(numbers, dtype=np.int64))
 
 
 def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:

@@ -263,14 +263,17 @@ def local_positions(plan: StepPlan, *, cp_rank: int, cp_size: int) -> list[NDArr
     return [_positions(row, cp_rank, cp_size, turn=i) for i, row in enumerate(plan.rows)]
 
 
-def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Select those of a rank's positions in a row whose logits are used: scored and sampled ones."""
-    if row.num_tokens == 1:
-        return positions if row.targets or row.output_position >= 0 else _NONE
+def is_emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether logits are used at each of a rank's positions in a row: at scored and sampled ones."""
     wanted = positions < row.num_targets
     if row.output_position >= 0:
-        wanted = wanted | (positions >= row.first_sampled)
-    return positions[wanted]
+        wanted |= positions >= row.first_sampled
+    return wanted
+
+
+def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Select those of a rank's positions in a row whose logits are used."""
+    return positions[is_emitted(row, positions)]
 
 
 def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:

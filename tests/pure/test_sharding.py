@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.parallel.owned_tokens import owned_prefix_len, owned_slots
+from raycache.parallel.owned_tokens import owned_prefix_lens, owned_slots
 from raycache.parallel.sharding import Coords, Split, even_range, shared_head_range, split_chunk, vocab_range
 from tests.oracle.staged import staged
 
@@ -88,13 +88,13 @@ def test_each_query_head_finds_its_kv_head_on_its_rank(a: int, group: int, tp: i
             assert keys[local // per_key] == head // (num_heads // num_kv_heads)
 
 
-@given(st.integers(0, 300), cp_sizes, shares)
-def test_every_token_has_one_owner_and_prefix_lengths_count_them(prefix_len: int, cp: int, share: int) -> None:
+@given(st.lists(st.integers(0, 300)), cp_sizes, shares)
+def test_every_token_has_one_owner_and_prefix_lengths_count_them(lens: list[int], cp: int, share: int) -> None:
     page_size = cp * share
-    owner = [position % page_size // share for position in range(prefix_len)]
+    owners = [[position % page_size // share for position in range(prefix_len)] for prefix_len in lens]
     for rank in range(cp):
-        owned = owned_prefix_len(prefix_len, page_size=page_size, cp_rank=rank, cp_size=cp)
-        assert owned == owner.count(rank)
+        owned = owned_prefix_lens(np.array(lens, np.int64), page_size=page_size, cp_rank=rank, cp_size=cp)
+        assert owned.tolist() == [owner.count(rank) for owner in owners]
 
 
 @given(st.integers(0, 100), st.integers(0, 80), cp_sizes, shares, st.randoms())
@@ -107,11 +107,12 @@ def test_owned_slots_hold_each_token_once_and_a_prefix_is_a_run_of_rows(
     positions = np.arange(start, start + count)
     seen = []
     for rank in range(cp):
-        index, slots = owned_slots(positions, table, page_size=page_size, cp_rank=rank, cp_size=cp)
+        pages = table[positions // page_size]
+        index, slots = owned_slots(positions, pages, page_size=page_size, cp_rank=rank, cp_size=cp)
         seen += index.tolist()
         rows = [slot for page in table.tolist() for slot in range(page * share, (page + 1) * share)]
-        before = owned_prefix_len(start, page_size=page_size, cp_rank=rank, cp_size=cp)
-        upto = owned_prefix_len(start + count, page_size=page_size, cp_rank=rank, cp_size=cp)
+        lens = np.array([start, start + count])
+        before, upto = owned_prefix_lens(lens, page_size=page_size, cp_rank=rank, cp_size=cp).tolist()
         # Rows of a rank in order of the sequence: the new ones follow those of the prefix without a gap.
         assert slots.tolist() == rows[before:upto]
     assert sorted(seen) == list(range(count))
