@@ -31,6 +31,7 @@ from raycache.attention.flashinfer_tables import (
     Segments,
     Tokens,
     are_all,
+    are_parts,
     cached_slots,
     decode_table,
     page_table,
@@ -196,10 +197,17 @@ class FullKernels:
 
     def _cached(self, view: KVView, q: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
         """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf for queries without keys."""
-        if len(self._cached_plans) == 1 and are_all(self._cached_plans[0].tokens, len(q)):
-            return self._cached_plans[0].kernel.run(q, view.k, view.v, lse_base=lse_base)
+        plans = self._cached_plans
+        if len(plans) == 1 and are_all(plans[0].tokens, len(q)):
+            return plans[0].kernel.run(q, view.k, view.v, lse_base=lse_base)
+        if lse_base is None and are_parts([planned.tokens for planned in plans], len(q)):
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            for planned in plans:
+                span = planned.tokens
+                planned.kernel.run(q[span], view.k, view.v, lse_base=None, out=out[span])
+            return out, None
         out, lse = no_keys(q, q.shape[2])
-        for planned in self._cached_plans:
+        for planned in plans:
             part, part_lse = planned.kernel.run(q[planned.tokens], view.k, view.v, lse_base=lse_base)
             out[planned.tokens] = part
             if part_lse is not None:

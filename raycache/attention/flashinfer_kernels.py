@@ -214,10 +214,16 @@ class PagedKernel:
         """Whether keys are never split. With this many rows they would not be, but a CUDA graph would run the merge."""
         return self._static is not None and self._static.num_rows >= self._kernels.num_blocks // heads.keys
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
-        """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and with a base the log-sum-exp of scores [T, Hq]."""
-        # FlashInfer would zero an output that it allocates.
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and with a base the log-sum-exp of scores [T, Hq].
+
+        Args:
+            out: where to write the first result, contiguous; None for a new tensor.
+        """
+        if out is None:  # FlashInfer would zero an output that it allocates
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse_base is None:
             return self._wrapper.run(q, (k, v), out=out), None
         found: tuple[Tensor, Tensor] = self._wrapper.run(q, (k, v), out=out, return_lse=True, lse_base=lse_base)

@@ -203,6 +203,12 @@ def are_all(tokens: Tokens, count: int) -> bool:
     return isinstance(tokens, slice) and tokens == slice(0, count)
 
 
+def are_parts(some: Sequence[Tokens], count: int) -> bool:
+    """Whether selections are slices that have each of `count` tokens once."""
+    spans = sorted((one.start, one.stop) for one in some if isinstance(one, slice))
+    return len(spans) == len(some) and [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), count]
+
+
 def starts_of(counts: Sequence[int] | NDArray[np.integer]) -> Ints:
     """Cumulative sums with a leading 0: [n] -> int32 [n + 1]."""
     starts = np.zeros(len(counts) + 1, np.int32)

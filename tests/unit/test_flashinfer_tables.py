@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycache.attention.base import AttentionStep
-from raycache.attention.flashinfer_tables import Tokens, decode_table, page_table, pieces, run_segments, together
+from raycache.attention.flashinfer_tables import (
+    Tokens,
+    are_parts,
+    decode_table,
+    page_table,
+    pieces,
+    run_segments,
+    together,
+)
 from raycache.attention.layout import StepLayout
 from raycache.attention.torch_ref import TorchBackend
 from raycache.memory.component import FULL
@@ -124,3 +132,12 @@ def test_tokens_that_lie_together_are_a_view() -> None:
 
 def slots_of(inputs: StepInputs, row: int) -> list[int]:
     return [s for first, count in inputs.places[FULL].prefixes[row].runs for s in range(first, first + count)]
+
+
+def test_slices_are_parts_if_they_have_each_token_once() -> None:
+    assert are_parts([slice(2, 5), slice(0, 2)], 5)
+    assert are_parts([], 0)
+    assert not are_parts([slice(0, 2), slice(3, 5)], 5)
+    assert not are_parts([slice(0, 3), slice(2, 5)], 5)
+    assert not are_parts([slice(0, 4)], 5)
+    assert not are_parts([slice(0, 2), torch.tensor([2, 3, 4])], 5)
