@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from raycache.errors import RankLostError
 
@@ -106,14 +105,6 @@ class Group:
         """Leave the group; peers waiting for this rank fail."""
 
 
-def _in_stream(options: type) -> Any:
-    """Options of collectives that NCCL launches on the current stream: those on a stream of their own take the host
-    twice as long, and the device waits for events before and after each."""
-    made = options()
-    made.asyncOp = False
-    return made
-
-
 class TorchGroup(Group):
     """A group over a torch.distributed process group (gloo or nccl) that is not registered globally.
 
@@ -128,16 +119,13 @@ class TorchGroup(Group):
         super().__init__(rank=rank, size=size)
         self.transport = transport
         self._backend = backend
-        self._reduce, self._gather, self._exchange = map(
-            _in_stream, (dist.AllreduceOptions, AllgatherOptions, dist.AllToAllOptions)
-        )
         self._direct_bytes = direct_bytes // size if size > 2 else 0  # between two, the backend's algorithm does that
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if 0 < tensor.nbytes <= self._direct_bytes:
             # All members add in the same order, so that their sums are equal.
             return torch.sum(self.all_gather(tensor), dim=0, dtype=tensor.dtype, out=tensor)
-        self._wait(lambda: self._backend.allreduce([tensor], self._reduce))
+        self._wait(lambda: self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -146,7 +134,7 @@ class TorchGroup(Group):
         out = tensor.new_empty((self.size, *tensor.shape))
         # Shapes are equal, so all members skip an empty gather.
         if tensor.numel():
-            self._wait(lambda: self._backend._allgather_base(out.view(-1), tensor.contiguous().view(-1), self._gather))
+            self._wait(lambda: self._backend._allgather_base(out.view(-1), tensor.contiguous().view(-1)))
         return out
 
     def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
@@ -164,8 +152,7 @@ class TorchGroup(Group):
         # empty_like would keep the strides of a transposed tensor.
         out = tensor.new_empty(tensor.shape)
         if tensor.numel():
-            given = tensor.contiguous().view(-1)
-            self._wait(lambda: self._backend.alltoall_base(out.view(-1), given, [], [], self._exchange))
+            self._wait(lambda: self._backend.alltoall_base(out.view(-1), tensor.contiguous().view(-1), [], []))
         return out
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Tensor:
