@@ -26,7 +26,7 @@ from actors.located import located
 from actors.placement import Placement
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
-from raycache.garbage import importing, leave_out_started
+from raycache.garbage import freeze_startup_objects, importing
 from raycache.observe import logs
 from raycache.observe.kv_events import check_installed
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState
@@ -201,7 +201,7 @@ class EngineActor:
         failure: RayCacheError | None = None
         try:
             self._engine = engine = self._start()
-            leave_out_started()
+            freeze_startup_objects()
             self._progress = ("ready", 1.0)
             while not self._is_stopping:
                 self._turn(engine)

@@ -19,7 +19,7 @@ import ray
 from actors.located import located
 from actors.seat import Seat
 from raycache.config import Config
-from raycache.garbage import importing, leave_out_started
+from raycache.garbage import freeze_startup_objects, importing
 from raycache.host.directory import Lease
 from raycache.observe import logs
 from raycache.parallel.interfaces import link
@@ -173,7 +173,7 @@ class RankActor:
         from raycache.rank.run import run
 
         assert self._rank is not None and self._member is not None, "build comes first"
-        leave_out_started()
+        freeze_startup_objects()
         _log.info("rank %d is ready for plans", self._number)
         run(self._rank, self._member)
 

@@ -1,4 +1,4 @@
-"""What the garbage collector need not look at."""
+"""Keeps what a process has when it has started out of garbage collection."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-def leave_out_started() -> None:
-    """Leave all objects of a process that has started out of collections from now on.
+def freeze_startup_objects() -> None:
+    """Exclude everything allocated so far from garbage collection, except for what is garbage already.
 
-    Few of them will ever be garbage, and a collection of the oldest generation goes through all of them while every
+    Little of it will ever be garbage, and a collection of the oldest generation goes through all of it while every
     thread of the process waits.
     """
+    gc.collect()
     gc.freeze()

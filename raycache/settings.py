@@ -225,8 +225,8 @@ class Settings:
     )
     prompt_share: float = _scheduling(
         0.25,
-        "part of max_step_tokens that prompts may take in a step while other requests generate; the smaller it is, the "
-        "sooner their tokens come; it grows while most requests wait for a first token; above 0, and 1 for no limit",
+        "minimum part of max_step_tokens for prompts while other requests generate; the smaller it is, the sooner "
+        "their tokens come; grows with the fraction of requests that wait to start; above 0, and 1 for no limit",
         unit="FRACTION",
     )
     overlap: str = _scheduling(

@@ -25,7 +25,7 @@ from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import outlined, pinned
 from raycache.config import Config
 from raycache.deployment.deployment import check_model
-from raycache.garbage import leave_out_started
+from raycache.garbage import freeze_startup_objects
 from raycache.routing.totals import total_info
 
 
@@ -89,7 +89,7 @@ class Builtin:
         watch = asyncio.create_task(self._engine.watch())
         # Exit, so that a supervisor can restart the service, instead of responding only 503.
         watch.add_done_callback(lambda ended: stop.set())
-        leave_out_started()
+        freeze_startup_objects()
         async with publishing(self._engine, self._seen.metrics):
             await serve(self._app, sock=self._sock, stop=stop, on_started=on_started, config=self._config)
         if watch.done():

@@ -354,7 +354,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         _ClientGoneError: the client disconnected.
     """
-    task, watch = _begun(work), asyncio.create_task(_wait_for_disconnect(receive))
+    task, watch = _started_eagerly(work), asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -366,7 +366,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def _started_eagerly(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """A task that has run to its first wait, where Python can do that (3.12).
 
     Of requests that arrive together, the first is thus with the engine before the next is parsed. Otherwise the event

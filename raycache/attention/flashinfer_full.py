@@ -31,9 +31,9 @@ from raycache.attention.flashinfer_tables import (
     Segments,
     Tokens,
     are_all,
-    are_parts,
     cached_slots,
     decode_table,
+    is_partition,
     page_table,
     starts_of,
     together,
@@ -163,6 +163,7 @@ class FullKernels:
         copied = [chunk for chunk in layout.chunks if len(layout.inputs.rows[chunk.row].tokens) >= tokens]
         self._copied = {chunk.row for chunk in copied}
         self._copies = _Copies(kernels, layers, copied, places) if copied else None
+        self._is_partition = False  # whether plans cover all tokens, each once, in slices
         self._cached_plans = self._plan_cached(places)
 
     def replan(self, places: Places) -> None:
@@ -200,7 +201,7 @@ class FullKernels:
         plans = self._cached_plans
         if len(plans) == 1 and are_all(plans[0].tokens, len(q)):
             return plans[0].kernel.run(q, view.k, view.v, lse_base=lse_base)
-        if lse_base is None and are_parts([planned.tokens for planned in plans], len(q)):
+        if lse_base is None and self._is_partition:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             for planned in plans:
                 span = planned.tokens
@@ -227,7 +228,7 @@ class FullKernels:
             table = decode_table(places.pages, lens, page_len=page_len)
             self._recorded.plan(table, heads, is_causal=is_alone, window=window)
             return [_Planned(table.tokens, self._recorded)]
-        found = []
+        found = list[_Planned]()
         for family, some in self._by_family(lens):
             table = page_table(places.pages, some, lens, inputs=rows, page_len=page_len)
             kernel = self._kernels.kernel(
@@ -235,6 +236,7 @@ class FullKernels:
             )
             kernel.plan(table, heads, is_causal=is_alone, window=window)
             found.append(_Planned(self._kernels.tokens(table.tokens), kernel))
+        self._is_partition = is_partition([planned.tokens for planned in found], self._layout.inputs.num_tokens)
         return found
 
     def _by_family(self, lens: Ints) -> list[tuple[str, list[int]]]:

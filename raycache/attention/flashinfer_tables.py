@@ -203,10 +203,11 @@ def are_all(tokens: Tokens, count: int) -> bool:
     return isinstance(tokens, slice) and tokens == slice(0, count)
 
 
-def are_parts(some: Sequence[Tokens], count: int) -> bool:
-    """Whether selections are slices that have each of `count` tokens once."""
-    spans = sorted((one.start, one.stop) for one in some if isinstance(one, slice))
-    return len(spans) == len(some) and [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), count]
+def is_partition(selections: Sequence[Tokens], count: int) -> bool:
+    """Whether the selections are slices that cover each of `count` tokens exactly once."""
+    spans = sorted((one.start, one.stop) for one in selections if isinstance(one, slice))
+    starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+    return len(spans) == len(selections) and [0, *stops] == [*starts, count]
 
 
 def starts_of(counts: Sequence[int] | NDArray[np.integer]) -> Ints:

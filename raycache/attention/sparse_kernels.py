@@ -84,6 +84,10 @@ class KernelIndexer:
         assert not max_len or (inputs.is_decode and places.cp_size == 1), "other batches are not recorded"
         self._inputs = inputs
         self._longest_row = max_len or max(row.start + len(row.tokens) for row in inputs.rows)
+        # The same width on every rank; the first rank holds the most tokens of a row.
+        longest, cp_size = np.array([self._longest_row]), places.cp_size
+        (most,) = owned_prefix_lens(longest, page_size=places.page_size, cp_rank=0, cp_size=cp_size).tolist()
+        self._widest = _aligned(most, _ALIGNED)
         self._tables = _Tables(inputs, places, capacity=inputs.num_tokens * -(-max_len // places.page_size))
         self._spans = tuple(piece for span in _spans(inputs, places, max_len=max_len) for piece in span.cut())
 
@@ -96,10 +100,7 @@ class KernelIndexer:
         exchange, places = self._inputs.exchange, self._inputs.places[view.space]
         keys = exchange.gather(k.to(view.key.dtype))
         view.write(places.slots, keys[places.owned])
-        # The same width on every rank; the first rank holds the most tokens of a row.
-        longest = np.array([self._longest_row])
-        (most,) = owned_prefix_lens(longest, page_size=places.page_size, cp_rank=0, cp_size=places.cp_size).tolist()
-        width = min(top_k, _aligned(most, _ALIGNED))
+        width = min(top_k, self._widest)
         asked = _Asked(
             keys=view.key,
             q=exchange.gather(q).contiguous(),

@@ -7,7 +7,7 @@ requests, prompts share a part of the budget:
     others generate      [ d d d | prompt ... | prompt ... |     ]    `prompt_share` of it, in equal parts
 
 Where many requests wait for their first token and few generate, as when a burst of them arrives, short steps would
-spare the few at the cost of the many. So the part grows with the share of requests that wait behind the first one.
+spare the few at the cost of the many. So the part grows with the fraction of requests that wait to start, less one.
 
 A prompt's part is not made smaller than a quarter of that: every chunk of a prompt reads all of the prompt's cached
 state.
@@ -28,7 +28,7 @@ class StepBudget:
 
     Attributes:
         tokens: of all rows.
-        prompt_share: least part of `tokens` for prompts while other requests generate; 1 sets no limit.
+        prompt_share: minimum part of `tokens` for prompts while other requests generate; 1 sets no limit.
     """
 
     tokens: int
@@ -43,8 +43,8 @@ class StepBudget:
         """Tokens of prompts in a step in which others generate: whole pages, at least one.
 
         Args:
-            num_prompts: requests that wait for their first token, and have a slot or could have one.
-            num_others: those that generate.
+            num_prompts: requests whose prompts are being computed, or could be.
+            num_others: all others that run.
         """
         share = max(self.prompt_share, (num_prompts - 1) / (num_prompts + num_others))
         return max(1, int(self.tokens * share) // page_size) * page_size

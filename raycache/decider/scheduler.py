@@ -189,12 +189,16 @@ class Scheduler:
         # With several stages, those that generate may be in flight.
         if not (decodes or any(run.wants_row and run.num_next == 1 for run in self.queues.running)):
             return
-        num_others = len(self.queues.running) - len(prompts)
-        num_prompts = self.queues.num_busy - num_others
-        tokens = self._budget.prompt_tokens(self.cache.page_size, num_prompts=num_prompts, num_others=num_others)
-        wanted = [run.num_next for run in prompts]
-        if 0 < len(wanted) < MAX_PARTS and (waiting_len := self._admission.next_len()):
-            wanted.append(waiting_len)
+        wanted, num_prompts, num_running = [run.num_next for run in prompts], len(prompts), len(self.queues.running)
+        if waiting_len := self._admission.next_len():
+            # Of those that wait for a grammar or the storage, none can start; there is at least the first one.
+            ready = max(1, len(self.queues.waiting) - len(self._compiling) - self.cache.storage.num_open)
+            num_prompts += min(ready, self.queues.num_busy - num_running)
+            if 0 < len(wanted) < MAX_PARTS:
+                wanted.append(waiting_len)
+        tokens = self._budget.prompt_tokens(
+            self.cache.page_size, num_prompts=num_prompts, num_others=num_running - len(prompts)
+        )
         least = min(least_chunk(tokens), self.cache.page_size)
         batch.bound_prompts(tokens, longest_chunk=longest_chunk(wanted, tokens), least_chunk=least)
 

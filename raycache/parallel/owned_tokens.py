@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 def owned_prefix_lens(
     prefix_lens: NDArray[np.int64], *, page_size: int, cp_rank: int, cp_size: int
 ) -> NDArray[np.int64]:
-    """Number of the first tokens of each sequence that a cp rank holds."""
+    """How many of the first `prefix_lens` tokens of each sequence a cp rank holds."""
     pages, rest = np.divmod(prefix_lens, page_size)
     share = page_size // cp_size
     held: NDArray[np.int64] = pages * share + np.clip(rest - cp_rank * share, 0, share)

@@ -31,7 +31,7 @@ from raycache.rank.recorder import Recorder, Replay
 from raycache.step.inputs import StepInputs, build_inputs
 from raycache.wire.plan import Row, StepPlan
 
-# 2,176: a quarter of 8,192 tokens for prompts, by default, and rows that generate.
+# 2,176 are the default share of prompts, a quarter of 8,192, and 128 rows that generate.
 _SIZES = (
     1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384,
     *range(512, 1024, 128), *range(1024, 2304, 256), 2176, 2304, 2560, 3072,

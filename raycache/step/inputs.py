@@ -249,18 +249,21 @@ def build_inputs(
         assert all(row.num_tokens == 1 for row in plan.rows), "every cp rank computes all tokens of rows of one token"
         mine = [np.zeros(1, np.int64) for _ in plan.rows]
     tables = [page_tables[row.slot] for row in plan.rows]
+    firsts = np.array([row.start for row in plan.rows], np.int64)
+    every = _rows_of([row.num_tokens for row in plan.rows])
+    positions = np.arange(len(every)) + (firsts - starts[:-1])[every]
     own, of_row = np.concatenate([np.empty(0, np.int64), *mine]), _rows_of([len(one) for one in mine])
     tokens = np.frombuffer(b"".join(row.tokens for row in plan.rows), np.int32)
     return StepInputs(
         ctx=ctx,
         ids=_on_device(tokens[own + starts[of_row]], ctx),
-        positions=_on_device(own + np.array([row.start for row in plan.rows], np.int64)[of_row], ctx),
+        positions=_on_device(own + firsts[of_row], ctx),
         num_tokens=int(starts[-1]),
         rows=_rows(plan, mine, starts=starts.tolist()),
         exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx),
         places={
             space: _places(
-                plan, [table[space] for table in tables], starts, page_size=page_size, window=window, ctx=ctx
+                plan, [table[space] for table in tables], positions, every, page_size=page_size, window=window, ctx=ctx
             )
             for space, window in windows.items()
         },
@@ -277,14 +280,14 @@ def _emitted(plan: StepPlan, mine: Sequence[NDArray[np.int64]]) -> NDArray[np.in
     for row, own in zip(plan.rows, mine, strict=True):
         if row.num_tokens > 1:
             found += (first + np.flatnonzero(is_emitted(row, own))).tolist()
-        elif len(own) and (row.targets or row.output_position >= 0):  # without numpy, as there may be many
+        elif len(own) and (row.targets or row.output_position >= 0):  # numpy would cost more per row
             found.append(first)
         first += len(own)
     return np.array(found, np.int64)
 
 
 def _rows_of(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Row of each token, if rows have so many."""
+    """Row index of each token, given the number of tokens per row."""
     return np.repeat(np.arange(len(counts)), counts)
 
 
@@ -312,17 +315,16 @@ def _rows(plan: StepPlan, mine: Sequence[NDArray[np.int64]], *, starts: Sequence
 def _places(
     plan: StepPlan,
     tables: Sequence[NDArray[np.int32]],
-    starts: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    of_row: NDArray[np.int64],
     *,
     page_size: int,
     window: int,
     ctx: ParallelContext,
 ) -> Places:
+    """Where a step writes and reads, given the position and the row of each of its T tokens."""
     cp = {"cp_rank": ctx.cp.rank, "cp_size": ctx.cp.size}
     pages = _pages(plan, tables, page_size=page_size, window=window, ctx=ctx)
-    of_row = _rows_of([row.num_tokens for row in plan.rows])
-    behind = np.array([row.start for row in plan.rows], np.int64) - starts[:-1]
-    positions = np.arange(len(of_row)) + behind[of_row]
     ids = pages.ids[positions // page_size + (pages.indptr[:-1] - pages.first)[of_row]]
     owned, slots = owned_slots(positions, ids, page_size=page_size, **cp)
     kept = slots >= 0
@@ -346,18 +348,21 @@ def _pages(
     last = -(-ends // page_size)
     ids = [table[begin:end] for table, begin, end in zip(tables, first.tolist(), last.tolist(), strict=True)]
 
-    def held(lens: NDArray[np.int64]) -> NDArray[np.int32]:
+    def owned_lens(lens: NDArray[np.int64]) -> NDArray[np.int32]:
         """This rank's tokens among the first ones of each row, without those before its first page."""
-        every = owned_prefix_lens(lens, page_size=page_size, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
-        return np.maximum(every - first * (page_size // ctx.cp.size), 0).astype(np.int32)
+        owned = owned_prefix_lens(lens, page_size=page_size, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
+        return np.maximum(owned - first * (page_size // ctx.cp.size), 0).astype(np.int32)
 
+    indptr = np.concatenate([[0], np.cumsum(last - first)]).astype(np.int32)
+    every = np.concatenate([np.empty(0, np.int32), *ids])
+    assert len(every) == indptr[-1], "a row has no page for its new tokens"
     return Pages(
-        indptr=np.cumsum([0, *map(len, ids)], dtype=np.int32),
-        ids=np.concatenate([np.empty(0, np.int32), *ids]),
+        indptr=indptr,
+        ids=every,
         first=first.astype(np.int32),
         # A single new token is read from its page like those before it, so that no causal part is left.
-        cached=held(starts + (counts == 1)),
-        total=held(ends),
+        cached=owned_lens(starts + (counts == 1)),
+        total=owned_lens(ends),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from raycache.garbage import importing, leave_out_started
+from raycache.garbage import freeze_startup_objects, importing
 
 
 @pytest.fixture(autouse=True)
@@ -41,5 +42,15 @@ def test_what_was_imported_is_left_out_of_later_collections() -> None:
 def test_what_a_process_has_when_it_has_started_is_left_out_too() -> None:
     gc.unfreeze()
     made = [[] for _ in range(1000)]
-    leave_out_started()
+    freeze_startup_objects()
     assert gc.get_freeze_count() >= len(made)
+
+
+def test_what_is_garbage_by_then_is_freed() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    gone = weakref.ref(Cycle())
+    freeze_startup_objects()
+    assert gone() is None

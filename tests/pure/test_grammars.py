@@ -176,6 +176,20 @@ def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
     assert run(engine) == right
 
 
+def test_of_requests_that_wait_for_a_grammar_none_makes_the_prompts_of_others_take_longer_steps() -> None:
+    engine, executor = make_engine(
+        threads=Later(), max_step_tokens=64, prompt_share=0.25, num_pages=400, max_running=32
+    )
+    test_scheduler.add(engine, "chat", [1, 2, 3], max_tokens=60)
+    engine.step()
+    for number in range(2):
+        test_scheduler.add(engine, f"long {number}", prompt_of(number, 300), max_tokens=1)
+    for number in range(20):
+        add(engine, f"r{number}", "(ab|c)*d", prompt_of(2 + number, 9))
+    engine.step()
+    assert 16 <= sum(row.num_tokens for row in executor.plans[-1].rows) <= 1 + 64 / 3
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_grammar_that_turns_out_wrong_ends_its_request_only(is_cancelled: bool) -> None:
     later = Later()

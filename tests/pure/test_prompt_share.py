@@ -239,3 +239,17 @@ def test_a_share_of_few_pages_is_divided_too() -> None:
     for _ in range(6):
         ended += [output.request_id for output in engine.step() if output.finish_reason]
     assert ended == ["short"]
+
+
+def test_of_requests_that_find_no_pages_none_counts_as_waiting() -> None:
+    engine, executor = make_engine(max_step_tokens=64, prompt_share=0.25, num_pages=60, max_running=32)
+    for number in range(3):
+        add(engine, f"chat {number}", [1, 2, 3 + number], max_tokens=60)
+    engine.step()
+    add(engine, "long", prompt_of(3, 100), max_tokens=1)
+    engine.step()
+    for number in range(20):
+        add(engine, f"r{number}", prompt_of(number, 220), max_tokens=1)
+    for _ in range(4):
+        engine.step()
+    assert [sum(prompts(plan).values()) for plan in executor.plans[1:6]] == [16] * 5

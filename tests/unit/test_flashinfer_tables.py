@@ -14,8 +14,8 @@ from torch import Tensor
 from raycache.attention.base import AttentionStep
 from raycache.attention.flashinfer_tables import (
     Tokens,
-    are_parts,
     decode_table,
+    is_partition,
     page_table,
     pieces,
     run_segments,
@@ -134,10 +134,10 @@ def slots_of(inputs: StepInputs, row: int) -> list[int]:
     return [s for first, count in inputs.places[FULL].prefixes[row].runs for s in range(first, first + count)]
 
 
-def test_slices_are_parts_if_they_have_each_token_once() -> None:
-    assert are_parts([slice(2, 5), slice(0, 2)], 5)
-    assert are_parts([], 0)
-    assert not are_parts([slice(0, 2), slice(3, 5)], 5)
-    assert not are_parts([slice(0, 3), slice(2, 5)], 5)
-    assert not are_parts([slice(0, 4)], 5)
-    assert not are_parts([slice(0, 2), torch.tensor([2, 3, 4])], 5)
+def test_slices_is_partition_if_they_have_each_token_once() -> None:
+    assert is_partition([slice(2, 5), slice(0, 2)], 5)
+    assert is_partition([], 0)
+    assert not is_partition([slice(0, 2), slice(3, 5)], 5)
+    assert not is_partition([slice(0, 3), slice(2, 5)], 5)
+    assert not is_partition([slice(0, 4)], 5)
+    assert not is_partition([slice(0, 2), torch.tensor([2, 3, 4])], 5)
