@@ -84,11 +84,14 @@ class Ranks:
         if waits:
             lost |= self._lost(timeout_s=_PROBE_S)
         for rank, how in lost.items():
-            _log.warning("rank %d that stood by is replaced: %s", rank, how)
-            ray.kill(self._actors[rank])
-            self._actors[rank] = self._new_actor(rank)
-            self.ready.discard(rank)
+            self._replace(rank, how)
         return bool(lost)
+
+    def _replace(self, rank: int, how: str) -> None:
+        _log.warning("rank %d that stood by is replaced: %s", rank, how)
+        ray.kill(self._actors[rank])
+        self._actors[rank] = self._new_actor(rank)
+        self.ready.discard(rank)
 
     def _lost(self, *, timeout_s: float) -> dict[int, str]:
         """Those that have died, or have not responded in time: rank -> cause."""
@@ -109,8 +112,21 @@ class Ranks:
         return {rank: how for rank, how in found.items() if how}
 
     def where(self) -> list[dict[str, Any]]:
-        """Where all ranks are, once those before them have ended."""
-        return self.ask("where", [(seat,) for seat in self._seats], phase="starting ranks")
+        """Where all ranks are, once those before them have ended.
+
+        Ranks that stood by and turn out to be dead only now are replaced, each of them once.
+        """
+        calls = [actor.where.remote(seat) for actor, seat in zip(self._actors, self._seats, strict=True)]
+        replaceable = set(range(len(calls))) if self._gpus else set()
+        while True:
+            try:
+                return self._results(calls, phase="starting ranks")
+            except RankLostError as lost:
+                if lost.rank not in replaceable:
+                    raise
+                replaceable.remove(lost.rank)
+                self._replace(lost.rank, lost.cause)
+                calls[lost.rank] = self._actors[lost.rank].where.remote(self._seats[lost.rank])
 
     def ask(
         self,

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from triton.runtime import JITFunction
 
 from raycache import LLM, SamplingParams
 from raycache.types import CacheAction, CacheCommand
 from tests.oracle.half import make_half
 from tests.oracle.quantised import fp8_blocks, mxfp4_experts, write_quantised
 from tests.oracle.tiny_tokenizers import byte_level
+
+JITFunction = pytest.importorskip("triton.runtime").JITFunction
 
 pytestmark = pytest.mark.gpu
 
