@@ -62,7 +62,7 @@ class PassedKernels:
         out, lse = self._attend_own(q, keys, values, lse_base="log2")
         assert lse is not None
         asking, plan = self._asking
-        every_q = asking.inputs.exchange.gather(q[self._passing.asked])
+        every_q = asking.inputs.exchange.gather(self._passing.asked(q))
         return self._passing.answered((out, lse), plan.cached(view, every_q), asking, sinks, is_log2=True)
 
     def _attend_own(

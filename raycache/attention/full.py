@@ -223,5 +223,5 @@ class PassedAttention:
         if self._asking is None:
             return part[0] if sinks is None else merge([part[0]], part[1][None], sinks)
         asking, plan = self._asking
-        cached = plan.cached(view, asking.inputs.exchange.gather(q[self._passing.asked]), scale=scale)
+        cached = plan.cached(view, asking.inputs.exchange.gather(self._passing.asked(q)), scale=scale)
         return self._passing.answered(part, cached, asking, sinks)

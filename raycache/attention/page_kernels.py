@@ -46,8 +46,8 @@ def _write_rows(
     token, feature = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_in = feature < SIZE
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     slot = tl.load(slots + token).to(tl.int64)
     if tl.program_id(1) == 0:
         tl.store(keys + slot * SIZE + feature, tl.load(k + token * k_token + feature, mask=is_in), mask=is_in)

@@ -218,8 +218,8 @@ def _pack(
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (word < NUM_WORDS)
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = place
     if HAS_TOKENS:
         token = tl.load(tokens + place)
@@ -316,8 +316,8 @@ def _merge(
     mask = is_head[:, None] & (word < NUM_WORDS)
     low, high, most, total = _no_part(sinks + head, is_head, HEADS, WORDS, HAS_SINKS)
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     if HAS_OWN:
         found, lse = _part(own_out, own_lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
         low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, OWN_LOG2)
@@ -360,8 +360,8 @@ def _exchange_and_merge(
     place = local[:, None] * NUM_WORDS + word
     lse_place = ROWS * NUM_WORDS + local
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     number = tl.load(numbers + program)
     for block in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         number += 1

@@ -98,7 +98,6 @@ class Passing:
         page_len: tokens per page of the buffer.
         num_pages: of the buffer.
         asking: the rows that pass queries, as a step of their own; None for none. The same rows on every rank.
-        asked: int64, their tokens among this rank's.
     """
 
     def __init__(self, layout: StepLayout, space: str, moved: PassedBytes) -> None:
@@ -117,7 +116,8 @@ class Passing:
         rows = {chunk.row for chunk in with_keys}
         asking = [row for row in range(len(inputs.rows)) if row not in rows]
         self.asking: StepInputs | None = inputs.some(asking) if asking else None
-        self.asked = layout.on_device([token for row in asking for token in inputs.rows[row].local])
+        self._are_all_asking = len(asking) == len(inputs.rows)
+        self._asked = layout.on_device([token for row in asking for token in inputs.rows[row].local])
 
     def gather(
         self, new: Sequence[Tensor], pack: Callable[[Tensor, Tensor], None], write: Callable[[Tensor], None]
@@ -148,6 +148,10 @@ class Passing:
         buffer.flatten(0, 1).index_copy_(0, self._slots, every)
         return buffer
 
+    def asked(self, local: Tensor) -> Tensor:
+        """Of this rank's tokens [T_local, ...] those of the rows that pass queries."""
+        return local if self._are_all_asking else local[self._asked]
+
     def answered(
         self, part: Part, cached: Part, asking: StepLayout, sinks: Tensor | None, *, is_log2: bool = False
     ) -> Tensor:
@@ -163,10 +167,12 @@ class Passing:
             [T_local, H, D]
         """
         out, lse = part
-        answers = asking.combine(cached, (out[self.asked], lse[self.asked]), sinks, is_log2=is_log2)
+        answers = asking.combine(cached, (self.asked(out), self.asked(lse)), sinks, is_log2=is_log2)
+        if self._are_all_asking:
+            return answers
         if sinks is not None:
             out = merge([out], (lse * math.log(2) if is_log2 else lse)[None], sinks)
-        out[self.asked] = answers
+        out[self._asked] = answers
         return out
 
     def _start_cached(self, buffer: Tensor, pack: Callable[[Tensor, Tensor], None]) -> Started:

@@ -234,8 +234,8 @@ def _prepare_state_space(
     head, row = tl.program_id(0), tl.program_id(1)
     feature, column = tl.arange(0, BK), tl.arange(0, BV)
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     start, count, read = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1), tl.load(reads + row)
     for back in range(0, count):
         token = start + count - 1 - back
@@ -297,8 +297,8 @@ def _prepare_delta_rule(
     head, row = tl.program_id(0), tl.program_id(1)
     feature, column = tl.arange(0, BK), tl.arange(0, BV)
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     start, count, read = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1), tl.load(reads + row)
     for back in range(0, count):
         token = start + count - 1 - back

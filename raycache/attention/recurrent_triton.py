@@ -226,6 +226,7 @@ def _step(
     is_feature, is_column = feature < DK, column < DV
     is_state = is_feature[:, None] & is_column[None, :]
     if IS_EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
     read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
@@ -253,8 +254,6 @@ def _step(
         tl.store(out + to, result.to(out.dtype.element_ty), mask=is_column)
         if token >= first_kept:
             tl.store(states + tl.load(writes + token) * slot + place, state, mask=is_state)
-    if IS_EARLY:
-        gdc_launch_dependents()
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

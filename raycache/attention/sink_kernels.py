@@ -42,11 +42,10 @@ def _apply_sinks(
     is_in, head = feature < SIZE, feature // DIM
     sink = tl.load(sinks + head, mask=is_in, other=0.0).to(tl.float32)
     if IS_EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     found = tl.load(lse + token * lse_token + head * lse_head, mask=is_in, other=0.0)
     at = out + token * SIZE + feature
     value = tl.load(at, mask=is_in, other=0.0).to(tl.float32)
     value *= tl.sigmoid(found * 0.6931471805599453 - sink)
     tl.store(at, value.to(out.dtype.element_ty), mask=is_in)
-    if IS_EARLY:
-        gdc_launch_dependents()

@@ -83,8 +83,8 @@ def _attend_window(
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     length, pages = tl.load(lens + row), tl.load(indptr + row)
     place = tl.maximum(length - WINDOW, 0) + tl.arange(0, KEYS)
     is_key = place < length

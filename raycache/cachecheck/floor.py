@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from raycache.cachecheck.answers import Answer, Question
 from raycache.cachecheck.client import CannotTestError
@@ -26,6 +27,10 @@ ASSUMED, ASSUMED_NATS = "assumed", 0.25
 nothing shows how a hit is rounded. As measured in bfloat16."""
 
 _FEW = 3
+
+_STEPS = [2.0**-exponent for exponent in range(11)]
+_MIN_GAPS, _IN_STEP = 16, 0.95
+"""So many gaps between log-probabilities, and this share of them, must be multiples of a step."""
 
 
 async def measure(lab: Lab, *, budget: int) -> Noise:
@@ -53,12 +58,29 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         if (found := await _in_other_pieces(lab, question, first)) is not None:
             pieces[question.topic] = found
     batched = await _in_batches(lab, list(zip(questions, firsts, strict=True)))
-    noise = _noise_of_numbers(alone, _of_one_tokenisation(pieces), batched, looks=budget)
+    resolution = resolution_of(firsts)
+    noise = _noise_of_numbers(alone, _of_one_tokenisation(pieces), batched, looks=budget, resolution=resolution)
     if noise is None:
         noise = noise_of_texts([_first([alone[topic], *found]) for topic, found in batched.items()], looks=budget)
     if noise is None or not noise.is_usable:
         raise CannotTestError(_too_noisy(noise, lab.target.cold))
     return noise
+
+
+def resolution_of(answers: Iterable[Answer]) -> float:
+    """The step of a server's logits if they are rounded, as in bfloat16, in nats; else `RESOLUTION`.
+
+    The log-probabilities of a position are as far apart as its logits. Logits of different size have different steps,
+    each a multiple of the smallest one, which is found.
+    """
+    orders = (sorted(token.top.values()) for answer in answers for token in answer.tokens)
+    gaps = [high - low for order in orders for low, high in pairwise(order) if high - low > RESOLUTION]
+    if len(gaps) >= _MIN_GAPS:
+        for step in _STEPS:
+            in_step = sum(abs(gap - step * round(gap / step)) < RESOLUTION / 2 for gap in gaps)
+            if in_step >= _IN_STEP * len(gaps):
+                return step
+    return RESOLUTION
 
 
 async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Difference | None:
@@ -109,12 +131,14 @@ def _noise_of_numbers(
     batched: Mapping[str, Sequence[Difference]],
     *,
     looks: int,
+    resolution: float,
 ) -> Noise | None:
     """From changes of log-probabilities; None: too few.
 
     Args:
         alone, pieces, batched: topic of a question -> its pairs.
         looks: number of comparisons that a run can have.
+        resolution: smaller changes are one value, nats.
     """
     pairs = {_ALONE: _single(alone), _PIECES: _single(pieces), _BATCH: batched}
     samples = {kind: _largest(found.values()) for kind, found in pairs.items()}
@@ -124,7 +148,7 @@ def _noise_of_numbers(
     if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
         samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
         means = [max(mean, ASSUMED_NATS) for mean in means]
-    return noise_of(samples, looks=looks, questions=means)
+    return noise_of(samples, looks=looks, questions=means, resolution=resolution)
 
 
 def _single(pairs: Mapping[str, Difference]) -> Mapping[str, list[Difference]]:

@@ -71,7 +71,8 @@ CHANCE = 0.05
 PRIOR, PRIOR_SPREAD = 16, 0.5
 FACTOR = 2.0
 RESOLUTION = 1e-4
-"""Nats; smaller changes are one value. Servers round the log-probabilities that they show."""
+"""Nats; smaller changes are one value. Servers round the log-probabilities that they show. Where logits are rounded, as
+in bfloat16, a change is none or a step of them at least, and such a step is the resolution."""
 
 MAX_FLOOR = 3.0
 """Nats; where the lower threshold is above this, nothing can be said."""
@@ -83,7 +84,6 @@ _CHARACTERS = (None, 24, 12, 6)
 """Lengths of texts to choose from, the whole text first."""
 
 _MIN_SAMPLES, _MIN_CHANGED = 6, 3
-_LEAST = math.log(RESOLUTION)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Noise:
         chance: see `some`.
         looks: number of looks that the error is divided by.
         questions: mean change of each cold prompt, nats; empty: only texts are compared.
+        resolution: smaller changes are one value, nats.
         characters: of two texts that are compared, where there are no log-probabilities; None: all.
     """
 
@@ -110,6 +111,7 @@ class Noise:
     chance: float
     looks: int
     questions: Sequence[float] = ()
+    resolution: float = RESOLUTION
     characters: int | None = None
 
     @property
@@ -160,7 +162,7 @@ class Noise:
     @property
     def most(self) -> float:
         """Mean change that a right server's prompts rarely exceed if they have FACTOR times the noise, nats."""
-        return FACTOR * max(RESOLUTION, *self.questions) if self.questions else math.inf
+        return FACTOR * max(self.resolution, *self.questions) if self.questions else math.inf
 
     def chance_of(self, above: int, *, of: int) -> float:
         """Probability that hits of so many prompts exceed `most`, on a right server."""
@@ -188,20 +190,27 @@ class Rounds:
         return noise.is_repeated(exceeded=self.exceeded, of=self.count)
 
 
-def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int, questions: Sequence[float] = ()) -> Noise | None:
+def noise_of(
+    samples: Mapping[str, Sequence[float]],
+    *,
+    looks: int,
+    questions: Sequence[float] = (),
+    resolution: float = RESOLUTION,
+) -> Noise | None:
     """Estimate the noise floor; None: too few samples.
 
     Args:
         samples: kind of pair -> largest changes, nats.
         looks: number of comparisons that a run can have.
         questions: mean change of each cold prompt, nats.
+        resolution: smaller changes are one value, nats.
     """
-    kinds = {kind: _logs(values) for kind, values in samples.items() if len(values) >= 2}
+    kinds = {kind: _logs(values, resolution) for kind, values in samples.items() if len(values) >= 2}
     if sum(len(samples[kind]) for kind in kinds) < _MIN_SAMPLES:
         return None
     largest = max(max(values) for values in samples.values() if values)
     means = {kind: statistics.fmean(values) for kind, values in kinds.items()}
-    kinds = {kind: values for kind, values in kinds.items() if max(values) > _LEAST} or kinds
+    kinds = {kind: values for kind, values in kinds.items() if max(values) > math.log(resolution)} or kinds
     freedom = sum(map(len, kinds.values())) - len(kinds)
     squares = sum((value - means[kind]) ** 2 for kind, values in kinds.items() for value in values)
     spread = max(PRIOR_SPREAD, math.sqrt((squares + PRIOR * PRIOR_SPREAD**2) / (freedom + PRIOR)))
@@ -212,7 +221,7 @@ def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int, questions: S
         return FACTOR * max(largest, math.exp(min(means[noisiest] + reach, 700.0)))
 
     gross = bound(LOOKING / looks)
-    return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks, questions)
+    return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks, questions, resolution)
 
 
 def noise_of_texts(places: Sequence[int | None], *, looks: int) -> Noise | None:
@@ -250,14 +259,14 @@ def _upper_limit(seen: int, count: int, *, error: float) -> float:
     return high
 
 
-def _logs(values: Sequence[float]) -> list[float]:
+def _logs(values: Sequence[float], resolution: float) -> list[float]:
     """Logarithms, of which answers without any change must not widen the upper tail.
 
     They are left out if enough others have changed: a bound for those that change is one for all. What is far below the
     largest is raised.
     """
-    changed = [value for value in values if value > RESOLUTION]
-    least = max(RESOLUTION, max(values) / 10)
+    changed = [value for value in values if value > resolution]
+    least = max(resolution, max(values) / 10)
     return [math.log(max(value, least)) for value in (changed if len(changed) >= _MIN_CHANGED else values)]
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.layers.linear import linear
-from raycache.layers.precision import precise
+from raycache.layers.precision import precise, precise_dtype
 
 if TYPE_CHECKING:
     from raycache.layers.cp_split import CpSplit
@@ -57,14 +57,18 @@ class VocabHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V] on every rank, in at least float32."""
-        logits = precise(self._gathered(linear(hidden, self.weight)))
+        logits = self._gathered(linear(hidden, self.weight))
         return logits if self._cap is None else torch.tanh(logits / self._cap).mul_(self._cap)
 
     def _gathered(self, own: Tensor) -> Tensor:
+        """[N, R] of each rank -> [N, V], in at least float32."""
         if self._group.size == 1:
-            return own
+            return precise(own)
         parts: Tensor = self._group.all_gather(own).unflatten(0, (self._cp, -1))  # [cp, tp, N, R / cp]
-        return parts.permute(2, 1, 0, 3).flatten(1)[:, : self._vocab_size]
+        every = parts.permute(2, 1, 0, 3)
+        # One copy, which also widens the numbers.
+        logits = torch.empty(every.shape, dtype=precise_dtype(own.dtype), device=own.device).copy_(every)
+        return logits.flatten(1)[:, : self._vocab_size]
 
     def over_cp(self, split: CpSplit) -> VocabHead:
         """Each cp rank computes its run of the rows; all of them if cp does not divide them."""

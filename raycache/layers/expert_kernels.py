@@ -315,8 +315,8 @@ def _product(
     IS_EARLY: tl.constexpr,
 ) -> None:
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     expert, first, last = rows_of(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
     if first >= last:
         return

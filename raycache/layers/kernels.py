@@ -168,6 +168,7 @@ def _add_norm(
     if IS_CENTERED:
         factor += 1.0
     if IS_EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + token * x_token + feature, mask=is_in, other=0.0).to(tl.float32)
     if HAS_DELTA:
@@ -178,8 +179,6 @@ def _add_norm(
         value = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     tl.store(normed + token * SIZE + feature, value * inverse * factor, mask=is_in)
-    if IS_EARLY:
-        gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -227,6 +226,7 @@ def _gated(
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = feature < SIZE
     if IS_EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     row = gate_up + token * gate_up_token + feature
     gate = tl.load(row, mask=is_in, other=0.0).to(tl.float32)
@@ -234,8 +234,6 @@ def _gated(
     if KIND != "relu2":
         up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + feature, active(gate, up, alpha, limit, KIND), mask=is_in)
-    if IS_EARLY:
-        gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -265,6 +263,7 @@ def _gated_norm(
     is_in = (group < num_groups) & (feature < SIZE)
     factor = tl.load(weight + group * weight_group + feature, mask=is_in, other=0.0).to(tl.float32)
     if IS_EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + token * x_token + group * x_group + feature, mask=is_in, other=0.0).to(tl.float32)
     number = tl.load(gate + token * gate_token + group * gate_group + feature, mask=is_in, other=0.0).to(tl.float32)
@@ -278,8 +277,6 @@ def _gated_norm(
         value *= active
     to = out + (token * num_groups + group) * SIZE + feature
     tl.store(to, value.to(out.dtype.element_ty), mask=is_in)
-    if IS_EARLY:
-        gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -345,6 +342,7 @@ def _rotate(
         high_factor = tl.load(factor + second, mask=is_pair, other=0.0).to(tl.float32)
         rest_factor = tl.load(factor + other, mask=is_other, other=0.0).to(tl.float32)
     if IS_EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     row = x + token * x_token + head * x_head
     low = tl.load(row + first, mask=is_pair, other=0.0).to(tl.float32)
@@ -366,5 +364,3 @@ def _rotate(
     tl.store(row + pair, low * c - high * s, mask=is_pair)
     tl.store(row + pair + NUM_PAIRS, high * c + low * s, mask=is_pair)
     tl.store(row + other, rest, mask=is_other)
-    if IS_EARLY:
-        gdc_launch_dependents()

@@ -336,8 +336,8 @@ def _product(
 ) -> None:
     """One program per BN features that are written, of both matrices with a gate, and BM rows of an expert."""
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     expert, first, last = rows_of(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
     if first >= last:
         return

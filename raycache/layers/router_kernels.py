@@ -156,8 +156,8 @@ def _logits(
 ) -> None:
     """One program per BE experts, BT tokens and CHUNK features."""
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     expert = (tl.program_id(0) * BE + tl.arange(0, BE))[:, None]
     token = (tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT))[None, :]
     part = tl.program_id(2)
@@ -224,8 +224,8 @@ def _choose(
 ) -> None:
     """One program per token."""
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     is_left = expert < NUM_EXPERTS

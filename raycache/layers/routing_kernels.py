@@ -170,8 +170,8 @@ def _route(
 ) -> None:
     """The first num_blocks programs count the rows before each of theirs, the others the rows up to each expert."""
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     is_rows = tl.program_id(0) < num_blocks
     mine = (tl.program_id(0) - tl.where(is_rows, 0, num_blocks)) * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(ids + mine, mask=is_rows & (mine < num_rows), other=0).to(tl.int32)
@@ -279,8 +279,8 @@ def _combine(
     IS_EARLY: tl.constexpr,
 ) -> None:
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOSEN):

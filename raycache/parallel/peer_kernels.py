@@ -185,8 +185,8 @@ def _sum(
     program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     number = tl.load(numbers + program)
     for block in range(program, tl.cdiv(4 * num_vectors, BLOCK), tl.num_programs(0)):
         number += 1
@@ -232,8 +232,8 @@ def _exchange(
     program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     if IS_EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     number = tl.load(numbers + program)
     for block in range(program, tl.cdiv(4 * num_vectors, BLOCK), tl.num_programs(0)):
         number += 1

@@ -21,7 +21,17 @@ from raycache.cachecheck.answers import Answer, Token, read_answer
 from raycache.cachecheck.check import SCENARIOS, Options, Result, check
 from raycache.cachecheck.client import Connection
 from raycache.cachecheck.compare import difference
-from raycache.cachecheck.noise import ALPHA, Noise, Rounds, binomial_tail, noise_of, noise_of_texts, t_quantile
+from raycache.cachecheck.floor import resolution_of
+from raycache.cachecheck.noise import (
+    ALPHA,
+    RESOLUTION,
+    Noise,
+    Rounds,
+    binomial_tail,
+    noise_of,
+    noise_of_texts,
+    t_quantile,
+)
 from raycache.cachecheck.page import as_html
 from raycache.cachecheck.pressure import Timing
 from raycache.cachecheck.report import as_json, as_text
@@ -282,6 +292,36 @@ def test_the_steps_of_bfloat16_are_not_called_a_fault() -> None:
     results = [run(NoisyServer(seed, step=0.0625), seed=seed) for seed in range(3)]
     assert all(result.exit_code == 0 for result in results), [as_text(result) for result in results]
     assert any(one.difference.diverged_at is not None for result in results for one in result.comparisons)
+
+
+def test_a_rare_step_of_rounded_logits_is_not_called_a_fault() -> None:
+    """Few cold answers change at all, and hits by one step, a hundred times the resolution of exact logits."""
+    results = [run(NoisyServer(seed, step=0.03125, batched=4e-5, cached=2e-4), seed=seed) for seed in range(6)]
+    assert all(result.exit_code == 0 for result in results), [as_text(result) for result in results]
+    noises = [result.noise for result in results if result.noise is not None]
+    assert len(noises) == 6 and {noise.resolution for noise in noises} == {0.03125}
+    quiet = [noise for noise in noises if max(map(max, noise.samples.values())) == 0]
+    assert quiet, "no run has a noise floor without any change"
+    assert any((one.difference.nats or 0) > 0.01 for result in results for one in result.comparisons)
+    assert "multiples of 0.03125" in as_text(results[0])
+
+
+@pytest.mark.parametrize("step", [2**-3, 2**-5, 2**-9])
+def test_the_step_of_logits_is_read_from_log_probabilities(step: float) -> None:
+    draw = random.Random(3)
+
+    def answer(rounding: float, *, noise: float = 0.0) -> Answer:
+        tokens = []
+        for _ in range(8):
+            logits = [round(draw.gauss(10, 4) / rounding) * rounding + noise * draw.random() for _ in range(5)]
+            total = math.log(sum(map(math.exp, logits)))
+            top = {str(i): round(logit - total, 6) for i, logit in enumerate(logits)}
+            tokens.append(Token("0", top["0"], top))
+        return Answer(1, "", tuple(tokens), None, None, 0, 0.0)
+
+    assert resolution_of([answer(step), answer(2 * step)]) == step
+    assert resolution_of([answer(step, noise=1e-3)]) == RESOLUTION
+    assert resolution_of([]) == RESOLUTION
 
 
 @pytest.mark.parametrize(("shift", "share"), [(0.8, 1.0), (5.0, 0.1)])
