@@ -91,6 +91,7 @@ class Ranks:
         _log.warning("rank %d that stood by is replaced: %s", rank, how)
         ray.kill(self._actors[rank])
         self._actors[rank] = self._new_actor(rank)
+        self._probes.pop(rank, None)
         self.ready.discard(rank)
 
     def _lost(self, *, timeout_s: float) -> dict[int, str]:
@@ -114,7 +115,7 @@ class Ranks:
     def where(self) -> list[dict[str, Any]]:
         """Where all ranks are, once those before them have ended.
 
-        Ranks that stood by and turn out to be dead only now are replaced, each of them once.
+        Ranks that stood by and turn out to be dead only now are replaced, each of them once; the deadline begins anew.
         """
         calls = [actor.where.remote(seat) for actor, seat in zip(self._actors, self._seats, strict=True)]
         replaceable = set(range(len(calls))) if self._gpus else set()

@@ -12,7 +12,7 @@ from raycache.cachecheck.answers import Answer, Question
 from raycache.cachecheck.client import CannotTestError
 from raycache.cachecheck.compare import Difference, difference
 from raycache.cachecheck.lab import Lab
-from raycache.cachecheck.noise import RESOLUTION, Noise, noise_of, noise_of_texts
+from raycache.cachecheck.noise import RESOLUTION, SOME_STEPS, Noise, noise_of, noise_of_texts
 from raycache.cachecheck.pressure import AT_ONCE
 from raycache.cachecheck.target import CHAT, Cold
 
@@ -28,9 +28,14 @@ nothing shows how a hit is rounded. As measured in bfloat16."""
 
 _FEW = 3
 
-_STEPS = [2.0**-exponent for exponent in range(11)]
-_MIN_GAPS, _IN_STEP = 16, 0.95
-"""So many gaps between log-probabilities, and this share of them, must be multiples of a step."""
+_STEPS, _SHOWN = [2.0**-exponent for exponent in range(1, 11)], (0.1, 0.01, 0.001)
+"""Steps to look for: of logits in half precision, and of a server that shows few decimals."""
+
+_LEAST_LOGPROB = -20.0
+"""Below it servers write all sorts of things."""
+
+_MIN_GAPS, _MIN_SIZES, _IN_STEP = 16, 5, 0.95
+"""So many gaps between log-probabilities, of so many sizes, and this share of them must be multiples of a step."""
 
 
 async def measure(lab: Lab, *, budget: int) -> Noise:
@@ -58,8 +63,8 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         if (found := await _in_other_pieces(lab, question, first)) is not None:
             pieces[question.topic] = found
     batched = await _in_batches(lab, list(zip(questions, firsts, strict=True)))
-    resolution = resolution_of(firsts)
-    noise = _noise_of_numbers(alone, _of_one_tokenisation(pieces), batched, looks=budget, resolution=resolution)
+    step = step_of(firsts)
+    noise = _noise_of_numbers(alone, _of_one_tokenisation(pieces), batched, looks=budget, step=step)
     if noise is None:
         noise = noise_of_texts([_first([alone[topic], *found]) for topic, found in batched.items()], looks=budget)
     if noise is None or not noise.is_usable:
@@ -67,20 +72,30 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
     return noise
 
 
-def resolution_of(answers: Iterable[Answer]) -> float:
-    """The step of a server's logits if they are rounded, as in bfloat16, in nats; else `RESOLUTION`.
+def step_of(answers: Iterable[Answer]) -> float:
+    """The smallest step of a server's logits, or of the log-probabilities that it shows, in nats; 0.0: none is found.
 
-    The log-probabilities of a position are as far apart as its logits. Logits of different size have different steps,
-    each a multiple of the smallest one, which is found.
+    The log-probabilities of a position are as far apart as its logits. Those of bfloat16 are multiples of a power of
+    two, which is larger for larger logits.
     """
-    orders = (sorted(token.top.values()) for answer in answers for token in answer.tokens)
-    gaps = [high - low for order in orders for low, high in pairwise(order) if high - low > RESOLUTION]
-    if len(gaps) >= _MIN_GAPS:
-        for step in _STEPS:
-            in_step = sum(abs(gap - step * round(gap / step)) < RESOLUTION / 2 for gap in gaps)
-            if in_step >= _IN_STEP * len(gaps):
-                return step
-    return RESOLUTION
+    orders = [
+        sorted(value for value in token.top.values() if value > _LEAST_LOGPROB)
+        for answer in answers
+        for token in answer.tokens
+    ]
+    values = [value for order in orders for value in order]
+    shown = next((step for step in _SHOWN if values and _are_multiples(values, step, 1e-6)), 0.0)
+    tolerance = max(RESOLUTION, shown)
+    gaps = [high - low for order in orders for low, high in pairwise(order) if high - low > tolerance]
+    if len(gaps) < _MIN_GAPS or len({round(gap / tolerance) for gap in gaps}) < _MIN_SIZES:
+        return shown
+    found = (step for step in _STEPS if step > 4 * tolerance and _are_multiples(gaps, step, tolerance))
+    return next(found, shown)
+
+
+def _are_multiples(values: Sequence[float], step: float, tolerance: float) -> bool:
+    """Whether nearly all of the values are multiples of the step."""
+    return sum(abs(value - step * round(value / step)) <= tolerance for value in values) >= _IN_STEP * len(values)
 
 
 async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> Difference | None:
@@ -131,14 +146,14 @@ def _noise_of_numbers(
     batched: Mapping[str, Sequence[Difference]],
     *,
     looks: int,
-    resolution: float,
+    step: float,
 ) -> Noise | None:
     """From changes of log-probabilities; None: too few.
 
     Args:
         alone, pieces, batched: topic of a question -> its pairs.
         looks: number of comparisons that a run can have.
-        resolution: smaller changes are one value, nats.
+        step: see `step_of`.
     """
     pairs = {_ALONE: _single(alone), _PIECES: _single(pieces), _BATCH: batched}
     samples = {kind: _largest(found.values()) for kind, found in pairs.items()}
@@ -148,7 +163,7 @@ def _noise_of_numbers(
     if samples[_ALONE] and len(samples[_PIECES]) < _FEW and sum(nats > 0 for nats in samples[_BATCH]) < _FEW:
         samples[ASSUMED] = [ASSUMED_NATS] * _LEAST_QUESTIONS
         means = [max(mean, ASSUMED_NATS) for mean in means]
-    return noise_of(samples, looks=looks, questions=means, resolution=resolution)
+    return noise_of(samples, looks=looks, questions=means, step=step)
 
 
 def _single(pairs: Mapping[str, Difference]) -> Mapping[str, list[Difference]]:
@@ -172,6 +187,8 @@ def _too_noisy(noise: Noise | None, cold: Cold) -> str:
         return f"too few cold answers could be compared{hint}"
     if noise.scale == 0.0:
         return f"cold answers differ among themselves too often to see a fault{hint}"
+    if noise.some == SOME_STEPS * noise.step:
+        return f"logits of this server are multiples of {noise.step:g}, so that differences mean nothing"
     return (
         f"cold answers of this server differ among themselves by {noise.scale:.2g} nats, so that a difference below "
         f"{noise.some:.2g} means nothing{hint}"

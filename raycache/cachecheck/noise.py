@@ -15,6 +15,10 @@ for kinds of rounding that no cold pair shows. Kinds of pairs that never differ 
 the spread. To the others come PRIOR degrees of freedom with a spread of PRIOR_SPREAD, which is more than that of a
 maximum of normal errors (a moderated t), so that a few samples that happen to agree do not make a narrow bound.
 
+Where logits are rounded, as to bfloat16, or the server shows few decimals, cold pairs may happen to show no change and
+a hit a step or two. With steps of s, the bounds are at least GROSS_STEPS s for one comparison and SOME_STEPS s for most
+of a round. The steps of large logits are up to four times those of small ones, by which s is read.
+
 A run looks at most k times, once per request of its budget. Of three tests, two look each time and have a quarter of
 ALPHA each; the last looks once, at the end, and has half:
 
@@ -71,8 +75,10 @@ CHANCE = 0.05
 PRIOR, PRIOR_SPREAD = 16, 0.5
 FACTOR = 2.0
 RESOLUTION = 1e-4
-"""Nats; smaller changes are one value. Servers round the log-probabilities that they show. Where logits are rounded, as
-in bfloat16, a change is none or a step of them at least, and such a step is the resolution."""
+"""Nats; smaller changes are one value. Servers round the log-probabilities that they show."""
+
+GROSS_STEPS, SOME_STEPS = 8, 4
+"""A change of so many steps of the logits is no fault: in one comparison, and in most of a round."""
 
 MAX_FLOOR = 3.0
 """Nats; where the lower threshold is above this, nothing can be said."""
@@ -84,6 +90,7 @@ _CHARACTERS = (None, 24, 12, 6)
 """Lengths of texts to choose from, the whole text first."""
 
 _MIN_SAMPLES, _MIN_CHANGED = 6, 3
+_LEAST = math.log(RESOLUTION)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Noise:
         chance: see `some`.
         looks: number of looks that the error is divided by.
         questions: mean change of each cold prompt, nats; empty: only texts are compared.
-        resolution: smaller changes are one value, nats.
+        step: of the logits, or of what the server shows, nats; 0: none is known.
         characters: of two texts that are compared, where there are no log-probabilities; None: all.
     """
 
@@ -111,7 +118,7 @@ class Noise:
     chance: float
     looks: int
     questions: Sequence[float] = ()
-    resolution: float = RESOLUTION
+    step: float = 0.0
     characters: int | None = None
 
     @property
@@ -162,7 +169,7 @@ class Noise:
     @property
     def most(self) -> float:
         """Mean change that a right server's prompts rarely exceed if they have FACTOR times the noise, nats."""
-        return FACTOR * max(self.resolution, *self.questions) if self.questions else math.inf
+        return FACTOR * max(RESOLUTION, *self.questions) if self.questions else math.inf
 
     def chance_of(self, above: int, *, of: int) -> float:
         """Probability that hits of so many prompts exceed `most`, on a right server."""
@@ -191,11 +198,7 @@ class Rounds:
 
 
 def noise_of(
-    samples: Mapping[str, Sequence[float]],
-    *,
-    looks: int,
-    questions: Sequence[float] = (),
-    resolution: float = RESOLUTION,
+    samples: Mapping[str, Sequence[float]], *, looks: int, questions: Sequence[float] = (), step: float = 0.0
 ) -> Noise | None:
     """Estimate the noise floor; None: too few samples.
 
@@ -203,14 +206,14 @@ def noise_of(
         samples: kind of pair -> largest changes, nats.
         looks: number of comparisons that a run can have.
         questions: mean change of each cold prompt, nats.
-        resolution: smaller changes are one value, nats.
+        step: of the logits, or of what the server shows, nats; 0: none is known.
     """
-    kinds = {kind: _logs(values, resolution) for kind, values in samples.items() if len(values) >= 2}
+    kinds = {kind: _logs(values) for kind, values in samples.items() if len(values) >= 2}
     if sum(len(samples[kind]) for kind in kinds) < _MIN_SAMPLES:
         return None
     largest = max(max(values) for values in samples.values() if values)
     means = {kind: statistics.fmean(values) for kind, values in kinds.items()}
-    kinds = {kind: values for kind, values in kinds.items() if max(values) > math.log(resolution)} or kinds
+    kinds = {kind: values for kind, values in kinds.items() if max(values) > _LEAST} or kinds
     freedom = sum(map(len, kinds.values())) - len(kinds)
     squares = sum((value - means[kind]) ** 2 for kind, values in kinds.items() for value in values)
     spread = max(PRIOR_SPREAD, math.sqrt((squares + PRIOR * PRIOR_SPREAD**2) / (freedom + PRIOR)))
@@ -220,8 +223,8 @@ def noise_of(
         reach = t_quantile(tail, freedom + PRIOR) * spread * math.sqrt(1 + 1 / len(kinds[noisiest]))
         return FACTOR * max(largest, math.exp(min(means[noisiest] + reach, 700.0)))
 
-    gross = bound(LOOKING / looks)
-    return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks, questions, resolution)
+    some, gross = max(bound(SOME), SOME_STEPS * step), max(bound(LOOKING / looks), GROSS_STEPS * step)
+    return Noise(samples, math.exp(means[noisiest]), spread, some, gross, CHANCE, looks, questions, step)
 
 
 def noise_of_texts(places: Sequence[int | None], *, looks: int) -> Noise | None:
@@ -259,14 +262,14 @@ def _upper_limit(seen: int, count: int, *, error: float) -> float:
     return high
 
 
-def _logs(values: Sequence[float], resolution: float) -> list[float]:
+def _logs(values: Sequence[float]) -> list[float]:
     """Logarithms, of which answers without any change must not widen the upper tail.
 
     They are left out if enough others have changed: a bound for those that change is one for all. What is far below the
     largest is raised.
     """
-    changed = [value for value in values if value > resolution]
-    least = max(resolution, max(values) / 10)
+    changed = [value for value in values if value > RESOLUTION]
+    least = max(RESOLUTION, max(values) / 10)
     return [math.log(max(value, least)) for value in (changed if len(changed) >= _MIN_CHANGED else values)]
 
 

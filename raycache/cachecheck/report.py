@@ -11,7 +11,7 @@ from raycache.cachecheck.compare import as_json as difference_as_json
 from raycache.cachecheck.floor import ASSUMED, ASSUMED_NATS
 from raycache.cachecheck.judge import Fault
 from raycache.cachecheck.lab import Comparison
-from raycache.cachecheck.noise import ALPHA, FACTOR, MANY, ONCE, RESOLUTION, Noise
+from raycache.cachecheck.noise import ALPHA, FACTOR, MANY, ONCE, Noise
 
 
 def verdict(result: Result) -> str:
@@ -159,10 +159,10 @@ def _statistics(noise: Noise) -> list[str]:
         ]
     kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items() if values and kind != ASSUMED)
     assumed = f"noise: no cold prompt was computed in pieces as a hit is, so changes of {ASSUMED_NATS} nats are assumed"
-    rounded = f"noise: the server's logits are multiples of {noise.resolution:g}, so a change is none or at least that"
+    steps = f"noise: log-probabilities lie {noise.step:g} nats or multiples of it apart, so such steps are no fault"
     return [
         *([assumed] if ASSUMED in noise.samples else []),
-        *([rounded] if noise.resolution > RESOLUTION else []),
+        *([steps] if noise.step else []),
         f"noise: log-probabilities of cold prompts asked again ({kinds}) change by about {noise.scale:.2g} nats, with "
         f"a log-spread of {noise.spread:.2g}",
         f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}, or, at the end, so many "

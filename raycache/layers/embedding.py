@@ -65,10 +65,9 @@ class VocabHead:
         if self._group.size == 1:
             return precise(own)
         parts: Tensor = self._group.all_gather(own).unflatten(0, (self._cp, -1))  # [cp, tp, N, R / cp]
-        every = parts.permute(2, 1, 0, 3)
         # One copy, which also widens the numbers.
-        logits = torch.empty(every.shape, dtype=precise_dtype(own.dtype), device=own.device).copy_(every)
-        return logits.flatten(1)[:, : self._vocab_size]
+        every = parts.permute(2, 1, 0, 3).to(precise_dtype(own.dtype), memory_format=torch.contiguous_format, copy=True)
+        return every.flatten(1)[:, : self._vocab_size]
 
     def over_cp(self, split: CpSplit) -> VocabHead:
         """Each cp rank computes its run of the rows; all of them if cp does not divide them."""

@@ -3,10 +3,11 @@
 All compute in float32 and round once. The last dimension of tensors must be contiguous, others may have any stride;
 tensors must not be empty.
 
-From Hopper on, kernels with IS_EARLY use programmatic dependent launch: they begin once all programs of the kernel
-before them in the stream have begun, and first of all let the next one do the same, so that several wait for each
-other. Before `gdc_wait` they may read only weights, which no kernel writes. It returns when the kernel before has
-ended; as that one has waited, too, all before it have. Other kernels start as usual when all before them have ended.
+From Hopper on, kernels with IS_EARLY use programmatic dependent launch. Such a kernel begins when all programs of an
+early kernel in front of it have begun, else when that one has ended; so several can be waiting, one behind the other.
+Before `gdc_wait` they read only weights and write nothing. It returns when the kernel in front has ended, and as that
+one has waited, too, so have all before it: each program must come to it. FlashInfer's kernels read plans and tables
+before they wait, so no early kernel may write these.
 
 Shapes in this file: T packed tokens, N features, H heads, D head size, R rotated features of a head.
 """

@@ -12,6 +12,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -32,13 +33,26 @@ NOISES: dict[str, Draw] = {
 """Of one logit, before it is multiplied by the size of the noise."""
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What a server rounds.
+
+    Attributes:
+        step: logits are multiples of it, as in bfloat16; 0: they are not.
+        decimals: of the log-probabilities that it shows.
+    """
+
+    step: float = 0.0
+    decimals: int = 17
+
+
 class NoisyServer(httpx2.AsyncBaseTransport):
     """Answers /v1/completions.
 
     Args:
         noise: a key of `NOISES`.
         alone, batched, cached: size of the noise, nats.
-        step: logits are multiples of it, as in bfloat16; 0: they are not.
+        rounding: of logits, and of what it shows.
         shift: what a fault adds to the best logit of an answer from the cache; 0: it is right.
         share: of answers from the cache that have the fault.
     """
@@ -51,14 +65,14 @@ class NoisyServer(httpx2.AsyncBaseTransport):
         alone: float = 0.0,
         batched: float = 0.02,
         cached: float = 0.02,
-        step: float = 0.0,
+        rounding: Rounding | None = None,
         shift: float = 0.0,
         share: float = 1.0,
     ) -> None:
         self._random = random.Random(seed)
         self._draw, self._is_per_request = NOISES[noise], noise == "one size per request"
         self._sizes = {"alone": alone, "batched": batched, "cached": cached}
-        self._step, self._shift, self._share = step, shift, share
+        self._rounding, self._shift, self._share = rounding or Rounding(), shift, share
         self._pages: set[tuple[str, int]] = set()
         self._running = self._most = 0
 
@@ -109,7 +123,7 @@ class NoisyServer(httpx2.AsyncBaseTransport):
         logits = [true.gauss(12, 2) for _ in _WORDS]
         logits[0] += shift
         logits = [logit + size * self._draw(draw) for logit in logits] if size else logits
-        if self._step:
-            logits = [round(logit / self._step) * self._step for logit in logits]
+        if step := self._rounding.step:
+            logits = [round(logit / step) * step for logit in logits]
         total = math.log(sum(map(math.exp, logits)))
-        return {name: logit - total for name, logit in zip(_WORDS, logits, strict=True)}
+        return {name: round(logit - total, self._rounding.decimals) for name, logit in zip(_WORDS, logits, strict=True)}

@@ -21,10 +21,9 @@ from raycache.cachecheck.answers import Answer, Token, read_answer
 from raycache.cachecheck.check import SCENARIOS, Options, Result, check
 from raycache.cachecheck.client import Connection
 from raycache.cachecheck.compare import difference
-from raycache.cachecheck.floor import resolution_of
+from raycache.cachecheck.floor import step_of
 from raycache.cachecheck.noise import (
     ALPHA,
-    RESOLUTION,
     Noise,
     Rounds,
     binomial_tail,
@@ -37,7 +36,7 @@ from raycache.cachecheck.pressure import Timing
 from raycache.cachecheck.report import as_json, as_text
 from raycache.cachecheck.target import Cold
 from tests.oracle.noise_models import RIGHT, Model
-from tests.oracle.noisy_server import NOISES, NoisyServer
+from tests.oracle.noisy_server import NOISES, NoisyServer, Rounding
 
 # --- distributions
 
@@ -289,39 +288,73 @@ def test_noise_is_not_called_a_fault(noise: str) -> None:
 
 
 def test_the_steps_of_bfloat16_are_not_called_a_fault() -> None:
-    results = [run(NoisyServer(seed, step=0.0625), seed=seed) for seed in range(3)]
+    results = [run(NoisyServer(seed, rounding=Rounding(0.0625)), seed=seed) for seed in range(3)]
     assert all(result.exit_code == 0 for result in results), [as_text(result) for result in results]
     assert any(one.difference.diverged_at is not None for result in results for one in result.comparisons)
 
 
-def test_a_rare_step_of_rounded_logits_is_not_called_a_fault() -> None:
-    """Few cold answers change at all, and hits by one step, a hundred times the resolution of exact logits."""
-    results = [run(NoisyServer(seed, step=0.03125, batched=4e-5, cached=2e-4), seed=seed) for seed in range(6)]
+@pytest.mark.parametrize("decimals", [3, 4, 17])
+def test_a_rare_step_of_rounded_logits_is_not_called_a_fault(decimals: int) -> None:
+    """Few cold answers change at all, and hits by one step, a hundred times what counts for exact logits."""
+    servers = [NoisyServer(seed, batched=4e-5, cached=2e-4, rounding=Rounding(0.03125, decimals)) for seed in range(6)]
+    results = [run(server, seed=seed) for seed, server in enumerate(servers)]
     assert all(result.exit_code == 0 for result in results), [as_text(result) for result in results]
     noises = [result.noise for result in results if result.noise is not None]
-    assert len(noises) == 6 and {noise.resolution for noise in noises} == {0.03125}
-    quiet = [noise for noise in noises if max(map(max, noise.samples.values())) == 0]
-    assert quiet, "no run has a noise floor without any change"
+    assert len(noises) == 6 and {noise.step for noise in noises} == {0.03125}
+    assert any(max(map(max, noise.samples.values())) == 0 for noise in noises), "cold answers changed in every run"
     assert any((one.difference.nats or 0) > 0.01 for result in results for one in result.comparisons)
-    assert "multiples of 0.03125" in as_text(results[0])
+    assert "lie 0.03125 nats or multiples" in as_text(results[0])
 
 
-@pytest.mark.parametrize("step", [2**-3, 2**-5, 2**-9])
-def test_the_step_of_logits_is_read_from_log_probabilities(step: float) -> None:
+def test_what_a_server_shows_with_two_decimals_is_not_called_a_fault() -> None:
+    for seed in range(6):
+        result = run(NoisyServer(seed, batched=2e-6, cached=2e-5, rounding=Rounding(decimals=2)), seed=seed)
+        assert result.exit_code == 0, as_text(result)
+
+
+@pytest.mark.parametrize(("step", "shift"), [(0.03125, 0.5), (0.125, 1.25)])
+def test_a_fault_of_some_steps_is_found_where_cold_answers_do_not_change(step: float, shift: float) -> None:
+    result = run(NoisyServer(1, rounding=Rounding(step), batched=0.0, cached=0.0, shift=shift), stops=True)
+    assert result.exit_code == 1, as_text(result)
+
+
+def shown(logits: list[float], *, decimals: int) -> Token:
+    """A token with its log-probability and those of the others."""
+    total = math.log(sum(map(math.exp, logits)))
+    top = {str(i): round(logit - total, decimals) for i, logit in enumerate(logits)}
+    return Token("0", top["0"], top)
+
+
+def an_answer(tokens: list[Token]) -> Answer:
+    return Answer(1, "", tuple(tokens), prompt_tokens=None, cached_tokens=None, drafted_tokens=0, seconds=0.0)
+
+
+@pytest.mark.parametrize("decimals", [3, 4, 6, 17])
+@pytest.mark.parametrize("step", [2**-1, 2**-3, 2**-5, 2**-7])
+def test_the_step_of_logits_is_read_from_log_probabilities(step: float, decimals: int) -> None:
+    """Large logits have twice the step of small ones."""
     draw = random.Random(3)
 
-    def answer(rounding: float, *, noise: float = 0.0) -> Answer:
-        tokens = []
-        for _ in range(8):
-            logits = [round(draw.gauss(10, 4) / rounding) * rounding + noise * draw.random() for _ in range(5)]
-            total = math.log(sum(map(math.exp, logits)))
-            top = {str(i): round(logit - total, 6) for i, logit in enumerate(logits)}
-            tokens.append(Token("0", top["0"], top))
-        return Answer(1, "", tuple(tokens), None, None, 0, 0.0)
+    def of(rounding: float, noise: float = 0.0) -> Answer:
+        logits = [round(draw.gauss(10, 4) / rounding) * rounding + noise * draw.random() for _ in range(45)]
+        return an_answer([shown(logits[at : at + 5], decimals=decimals) for at in range(0, 45, 5)])
 
-    assert resolution_of([answer(step), answer(2 * step)]) == step
-    assert resolution_of([answer(step, noise=1e-3)]) == RESOLUTION
-    assert resolution_of([]) == RESOLUTION
+    exact = 0.001 if decimals == 3 else 0.0
+    assert step_of([of(step), of(2 * step)]) == step
+    assert step_of([of(step, noise=0.02 * step + 0.002)]) == exact
+    assert step_of([of(2**-20)]) == exact
+
+
+def test_no_step_is_read_from_few_gaps_and_from_what_is_no_log_probability() -> None:
+    assert step_of([]) == 0.0
+    fixed = Token("a", -0.5, {"a": -0.5, "b": -1.5})
+    assert step_of([an_answer([fixed] * 64)]) == 0.1  # what it shows has one decimal
+    draw, others = random.Random(3), itertools.cycle([-9999.0, -math.inf])
+    for step, found in ((0.125, 0.125), (2**-20, 0.0)):
+        logits = [round(draw.gauss(10, 4) / step) * step for _ in range(100)]
+        tokens = [shown(logits[at : at + 5], decimals=6) for at in range(0, 100, 5)]
+        tokens = [replace(token, top={**token.top, "?": next(others)}) for token in tokens]
+        assert step_of([an_answer(tokens)]) == found
 
 
 @pytest.mark.parametrize(("shift", "share"), [(0.8, 1.0), (5.0, 0.1)])
