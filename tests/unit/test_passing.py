@@ -120,7 +120,7 @@ def test_the_pages_of_a_run_hold_its_keys_in_order(case: Case, passes_keys: bool
         assert (passing.asking is not None) == bool(asking)
         if passing.asking is not None:
             assert passing.asking.num_tokens == sum(case.rows[row][1] for row in asking)
-            assert torch.equal(passing.asking.positions, seat.inputs.positions[passing.asked])
+            assert torch.equal(passing.asking.positions, passing.asked(seat.inputs.positions))
 
     on_ranks(case.cp, work)
 
