@@ -19,7 +19,7 @@ from typing import Any
 
 from raycache.cachecheck.answers import Answer, Token
 
-_LEAST = -20.0
+LEAST_LOGPROB = -20.0
 """Less likely tokens are not compared, as some servers show -9999 for what cannot be.
 
 Unlikely ones are: a trained model is sure of most of its tokens, and rounding shows in the others only, so that without
@@ -90,7 +90,9 @@ def _of_texts(reference: Answer, observed: Answer, *, skip: int) -> Difference:
 
 def _change(one: Token, other: Token) -> float:
     shared = one.top.keys() & other.top.keys()
-    moves = [abs(one.top[name] - other.top[name]) for name in shared if max(one.top[name], other.top[name]) > _LEAST]
+    moves = [
+        abs(one.top[name] - other.top[name]) for name in shared if max(one.top[name], other.top[name]) > LEAST_LOGPROB
+    ]
     if one.text != other.text and one.logprob is not None and other.logprob is not None:
         # Each preferred its own token; the sum of both preferences moved, at least half of it in one of the two tokens.
         moves.append((_lead(one, other.text) + _lead(other, one.text)) / 2)

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from raycache.cachecheck.answers import Answer, Question
 from raycache.cachecheck.client import CannotTestError
-from raycache.cachecheck.compare import Difference, difference
+from raycache.cachecheck.compare import LEAST_LOGPROB, Difference, difference
 from raycache.cachecheck.lab import Lab
-from raycache.cachecheck.noise import RESOLUTION, SOME_STEPS, Noise, noise_of, noise_of_texts
+from raycache.cachecheck.noise import RESOLUTION, Noise, noise_of, noise_of_texts
 from raycache.cachecheck.pressure import AT_ONCE
 from raycache.cachecheck.target import CHAT, Cold
 
@@ -30,9 +30,6 @@ _FEW = 3
 
 _STEPS, _SHOWN = [2.0**-exponent for exponent in range(1, 11)], (0.1, 0.01, 0.001)
 """Steps to look for: of logits in half precision, and of a server that shows few decimals."""
-
-_LEAST_LOGPROB = -20.0
-"""Below it servers write all sorts of things."""
 
 _MIN_GAPS, _MIN_SIZES, _IN_STEP = 16, 5, 0.95
 """So many gaps between log-probabilities, of so many sizes, and this share of them must be multiples of a step."""
@@ -79,7 +76,7 @@ def step_of(answers: Iterable[Answer]) -> float:
     two, which is larger for larger logits.
     """
     orders = [
-        sorted(value for value in token.top.values() if value > _LEAST_LOGPROB)
+        sorted(value for value in token.top.values() if value > LEAST_LOGPROB)
         for answer in answers
         for token in answer.tokens
     ]
@@ -187,8 +184,6 @@ def _too_noisy(noise: Noise | None, cold: Cold) -> str:
         return f"too few cold answers could be compared{hint}"
     if noise.scale == 0.0:
         return f"cold answers differ among themselves too often to see a fault{hint}"
-    if noise.some == SOME_STEPS * noise.step:
-        return f"logits of this server are multiples of {noise.step:g}, so that differences mean nothing"
     return (
         f"cold answers of this server differ among themselves by {noise.scale:.2g} nats, so that a difference below "
         f"{noise.some:.2g} means nothing{hint}"

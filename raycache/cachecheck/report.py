@@ -159,7 +159,7 @@ def _statistics(noise: Noise) -> list[str]:
         ]
     kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items() if values and kind != ASSUMED)
     assumed = f"noise: no cold prompt was computed in pieces as a hit is, so changes of {ASSUMED_NATS} nats are assumed"
-    steps = f"noise: log-probabilities lie {noise.step:g} nats or multiples of it apart, so such steps are no fault"
+    steps = f"noise: log-probabilities lie multiples of {noise.step:g} nats apart, so a few such steps are no fault"
     return [
         *([assumed] if ASSUMED in noise.samples else []),
         *([steps] if noise.step else []),

@@ -22,15 +22,7 @@ from raycache.cachecheck.check import SCENARIOS, Options, Result, check
 from raycache.cachecheck.client import Connection
 from raycache.cachecheck.compare import difference
 from raycache.cachecheck.floor import step_of
-from raycache.cachecheck.noise import (
-    ALPHA,
-    Noise,
-    Rounds,
-    binomial_tail,
-    noise_of,
-    noise_of_texts,
-    t_quantile,
-)
+from raycache.cachecheck.noise import ALPHA, Noise, Rounds, binomial_tail, noise_of, noise_of_texts, t_quantile
 from raycache.cachecheck.page import as_html
 from raycache.cachecheck.pressure import Timing
 from raycache.cachecheck.report import as_json, as_text
@@ -303,7 +295,7 @@ def test_a_rare_step_of_rounded_logits_is_not_called_a_fault(decimals: int) -> N
     assert len(noises) == 6 and {noise.step for noise in noises} == {0.03125}
     assert any(max(map(max, noise.samples.values())) == 0 for noise in noises), "cold answers changed in every run"
     assert any((one.difference.nats or 0) > 0.01 for result in results for one in result.comparisons)
-    assert "lie 0.03125 nats or multiples" in as_text(results[0])
+    assert "lie multiples of 0.03125 nats apart" in as_text(results[0])
 
 
 def test_what_a_server_shows_with_two_decimals_is_not_called_a_fault() -> None:
