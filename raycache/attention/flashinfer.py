@@ -110,8 +110,6 @@ class FlashInferStep:
         heads = Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale)
         layers = Layers(view.space, view.window, heads)
         passing, reason = self._passing(layers), _why_not_full(view, q)
-        if reason is None and view.window and self._inputs.ctx.cp.size > 1 and (passing is None or passing.asking):
-            reason = f"queries that all cp ranks compute, with a window of {view.window}"
         if reason is not None:
             return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
         if passing is not None:
@@ -182,7 +180,9 @@ class FlashInferStep:
         if self._inputs.ctx.cp.size == 1 or not self._layout.chunks:
             return None
         if layers not in self._passings:
-            self._passings[layers] = Passing(self._layout, layers.space, layers.moved)
+            # Those of a window are few, and only single tokens have a kernel that attends to a rank's share of them.
+            moved = None if layers.window else layers.moved
+            self._passings[layers] = Passing(self._layout, layers.space, moved)
         return self._passings[layers]
 
     def _latent_plan(self, layers: LatentLayers) -> LatentKernels:

@@ -10,7 +10,7 @@ With cp=1 nothing needs to be merged. Rows as long as a window are special, sinc
 pages. With more ranks the parts are merged as in layout.py.
 
 Rows with few and with many queries use different kernels, since neither kernel is fast for both. Recorded decode steps
-attend to short windows in one launch of a Triton kernel.
+of few rows, and all with short windows, run a Triton kernel, which needs no plan and one launch (decode_kernels.py).
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
 """
@@ -21,6 +21,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,14 @@ of 128 after 8192 takes 83 us with the kernel for few and 120 us with the other,
 
 SHORT_WINDOW = 256
 """Longest window whose keys one program takes at once."""
+
+FEW_KEY_HEADS = 32
+"""Key heads of all rows together, up to which recorded decode steps do without FlashInfer. It balances rows of unequal
+lengths, which matters where there are many."""
+
+
+EAGER_SPLITS = 4
+"""Parts of a row's keys in a window under cp, in steps that are not recorded: one number, so one kernel is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +131,63 @@ class _Copies:
         return self._kernel.run(q[self.tokens], keys, values, lse_base="log2")
 
 
-class _ShortWindow:
-    """One query per row of a CUDA graph to a short window."""
+class OneQuery:
+    """One query per row, without a plan: in CUDA graphs, and with a window under cp.
 
-    def __init__(self, kernels: KernelCache, layers: Layers, static: StaticRows) -> None:
+    Args:
+        is_apart: whether no row attends to what another one writes in the same step.
+        splits: parts of a row's keys, at most; 0 for as many as keep the device busy.
+    """
+
+    def __init__(
+        self, kernels: KernelCache, layers: Layers, static: StaticRows, *, is_apart: bool, splits: int = 0
+    ) -> None:
         # It needs Triton, which is there on GPU machines only.
-        from raycache.attention.window_kernels import attend_window
+        from raycache.attention.decode_kernels import Splitting
 
         self.table = StaticTable(static, kernels.device)
-        self._attend, self._layers = attend_window, layers
+        self.is_apart = is_apart
+        self._layers = layers
+        num_heads = static.num_rows * layers.heads.keys
+        if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
+            self._splitting = Splitting.whole(layers.window)
+        else:
+            num_programs = splits * num_heads if splits else kernels.num_blocks
+            self._splitting = Splitting.of(num_heads, num_programs, kernels.partial)
 
     @staticmethod
-    def fits(layers: Layers) -> bool:
-        """Whether there is a kernel."""
-        return 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128 and triton_works()
+    def is_better(layers: Layers, static: StaticRows) -> bool:
+        """Whether recorded steps should use it instead of FlashInfer, with one cp rank or without a window."""
+        if not triton_works():
+            return False
+        if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
+            return True
+        return static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
 
-    def run(self, view: KVView, q: Tensor, sinks: Tensor | None) -> Tensor:
-        """Queries [T, Hq, D] -> [T, Hq, D]."""
-        window, scale = self._layers.window, self._layers.heads.scale
-        return self._attend(q, view.k, view.v, self.table, window=window, scale=scale, sinks=sinks)
+    def run(
+        self,
+        view: KVView,
+        q: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        new: tuple[Tensor, Tensor] | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Queries [T, Hq, D] -> [T, Hq, D]; for `new` and `lse` see `decode_kernels.attend`."""
+        from raycache.attention.decode_kernels import attend
+
+        return attend(
+            q,
+            view.k,
+            view.v,
+            self.table,
+            self._splitting,
+            scale=self._layers.heads.scale,
+            sinks=sinks,
+            new=new,
+            lse=lse,
+            reads_early=self.is_apart,
+        )
 
 
 class FullKernels:
@@ -152,12 +199,9 @@ class FullKernels:
         places = layout.inputs.places[layers.space]
         self._kernels, self._layers, self._layout = kernels, layers, layout
         self._recorded: PagedKernel | None = None
-        self._short: _ShortWindow | None = None
-        if static is not None:
-            if layout.inputs.ctx.cp.size == 1 and _ShortWindow.fits(layers):
-                self._short = _ShortWindow(kernels, layers, static)
-            else:
-                self._recorded = PagedKernel(kernels, "fa2", static)
+        self._one_query = self._without_plan(static)
+        if static is not None and self._one_query is None:
+            self._recorded = PagedKernel(kernels, "fa2", static)
         self._writer = Writer(kernels, places.slots)
         tokens = layers.window if layers.window else layout.inputs.num_tokens + 1
         copied = [chunk for chunk in layout.chunks if len(layout.inputs.rows[chunk.row].tokens) >= tokens]
@@ -175,9 +219,11 @@ class FullKernels:
         inputs = self._layout.inputs
         owned = inputs.places[view.space].owned
         if inputs.ctx.cp.size == 1:
+            if self._one_query is not None and self._one_query.is_apart:
+                return self._one_query.run(view, q, sinks, new=(k, v))
             self._writer.write_kv(owned, k, v, to=(view.k, view.v))
-            if self._short is not None:
-                return self._short.run(view, q, sinks)
+            if self._one_query is not None:
+                return self._one_query.run(view, q, sinks)
             out, lse = self._cached(view, q, lse_base=None if sinks is None else "log2")
             if self._copies is not None:
                 assert lse is not None
@@ -192,9 +238,12 @@ class FullKernels:
 
     def cached(self, view: KVView, q: Tensor) -> Part:
         """Queries [T, Hq, D] against this rank's pages, with cp > 1; the log-sum-exp is to base 2."""
-        out, lse = self._cached(view, q, lse_base="log2")
-        assert lse is not None
-        return out, lse
+        if self._one_query is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            return self._one_query.run(view, q, lse=lse), lse
+        out, found = self._cached(view, q, lse_base="log2")
+        assert found is not None
+        return out, found
 
     def _cached(self, view: KVView, q: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
         """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf for queries without keys."""
@@ -215,13 +264,27 @@ class FullKernels:
                 lse[planned.tokens] = part_lse
         return out, lse
 
+    def _without_plan(self, static: StaticRows | None) -> OneQuery | None:
+        layers, inputs = self._layers, self._layout.inputs
+        if layers.window and inputs.ctx.cp.size > 1:
+            # What is in the window differs between rows, and FlashInfer takes one number for all.
+            if static is None:
+                assert not self._layout.chunks, "with a window, chunks pass keys"
+                counts = np.diff(inputs.places[layers.space].pages.indptr)
+                static = StaticRows(len(counts), int(counts.max(initial=0)))
+                return OneQuery(self._kernels, layers, static, is_apart=False, splits=EAGER_SPLITS)
+        elif static is None or not OneQuery.is_better(layers, static):
+            return None
+        longest = 1 if inputs.state_rows is None else inputs.state_rows.longest
+        return OneQuery(self._kernels, layers, static, is_apart=longest == 1)
+
     def _plan_cached(self, places: Places) -> list[_Planned]:
         is_alone = self._layout.inputs.ctx.cp.size == 1
         lens = places.pages.total if is_alone else places.pages.cached
         rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
         heads, window = self._layers.heads, self._layers.window
-        if self._short is not None:
-            self._short.table.fill(decode_table(places.pages, lens, page_len=page_len))
+        if self._one_query is not None:
+            self._one_query.table.fill(decode_table(places.pages, lens, page_len=page_len))
             return []
         if self._recorded is not None:
             # All rows: a CUDA graph may change which of them have keys.

@@ -54,16 +54,16 @@ class Shortcut:
 class StaticTable:
     """A table at fixed addresses, on the device and in pinned memory.
 
-        [ queries n + 1 ][ indptr n + 1 ][ last n ][ lens n ][ ids ... ]
+        [ queries n + 1 ][ indptr n + 1 ][ last n ][ lens n ][ begins n ][ ids ... ]
 
     Attributes:
-        queries, indptr, last, lens, ids: int32, on the device; see `Table`.
-        at_host: the first four in pinned memory, by name.
+        queries, indptr, last, lens, begins, ids: int32, on the device; see `Table`.
+        at_host: the first five in pinned memory, by name.
     """
 
     def __init__(self, static: StaticRows, device: torch.device) -> None:
         rows = static.num_rows
-        lengths = {"queries": rows + 1, "indptr": rows + 1, "last": rows, "lens": rows}
+        lengths = {"queries": rows + 1, "indptr": rows + 1, "last": rows, "lens": rows, "begins": rows}
         # Each begins at a multiple of 16 bytes, as FlashInfer's own do.
         room = [-(-length // 4) * 4 for length in lengths.values()]
         self._num_counts = sum(room)
@@ -72,7 +72,7 @@ class StaticTable:
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._filling = PinnedUse(device)
         *counts, self.ids = self._device.split(sizes)
-        self.queries, self.indptr, self.last, self.lens = (
+        self.queries, self.indptr, self.last, self.lens, self.begins = (
             part[:length] for part, length in zip(counts, lengths.values(), strict=True)
         )
         at_host = zip(lengths.items(), self._host.split(sizes), strict=False)
@@ -84,7 +84,8 @@ class StaticTable:
         """Copy a table to the device."""
         with self._filling:
             for name, column in self._columns.items():
-                column[:] = getattr(table, name)
+                found = getattr(table, name)
+                column[:] = 0 if found is None else found
             self._ids[: len(table.ids)] = table.ids
             self.used(table).copy_(self._host[: self._num_counts + len(table.ids)], non_blocking=True)
 

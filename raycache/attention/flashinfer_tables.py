@@ -45,6 +45,7 @@ class Table:
         ids: int32.
         lens: int32 [n], keys of each row.
         page_len: tokens per page.
+        begins: int32 [n], keys of each row before its window; None for none.
     """
 
     tokens: Tokens
@@ -53,6 +54,7 @@ class Table:
     ids: Ints
     lens: Ints
     page_len: int
+    begins: Ints | None = None
 
     @property
     def last(self) -> Ints:
@@ -116,7 +118,7 @@ def decode_table(pages: Pages, lens: Ints, *, page_len: int) -> Table:
     count = len(lens)
     indptr, ids = _attended(pages, pages.indptr[:-1], lens, page_len)
     queries = np.arange(count + 1, dtype=np.int32)
-    return Table(slice(0, count), queries, indptr, ids, lens.astype(np.int32), page_len)
+    return Table(slice(0, count), queries, indptr, ids, lens.astype(np.int32), page_len, pages.begins)
 
 
 def passed_table(runs: Sequence[PassedRun], *, page_len: int) -> Table:

@@ -92,7 +92,7 @@ class Passing:
 
     Args:
         space: of the layers.
-        moved: of a layer.
+        moved: of a layer; None if chunks always pass keys.
     Attributes:
         keys: of each chunk.
         page_len: tokens per page of the buffer.
@@ -100,7 +100,7 @@ class Passing:
         asking: the rows that pass queries, as a step of their own; None for none. The same rows on every rank.
     """
 
-    def __init__(self, layout: StepLayout, space: str, moved: PassedBytes) -> None:
+    def __init__(self, layout: StepLayout, space: str, moved: PassedBytes | None) -> None:
         inputs, places = layout.inputs, layout.inputs.places[space]
         assert isinstance(inputs.exchange, TokenExchange), "a step with chunks splits tokens over cp"
         self._exchange, self._places = inputs.exchange, places
@@ -211,7 +211,9 @@ class Passing:
         return slots
 
 
-def _passes_keys(chunk: Chunk, pages: Pages, page_size: int, moved: PassedBytes) -> bool:
+def _passes_keys(chunk: Chunk, pages: Pages, page_size: int, moved: PassedBytes | None) -> bool:
+    if moved is None:
+        return True
     num_cached = len(_cached_pages(chunk, pages, page_size)) * page_size
     return moved.passes_keys(num_new=chunk.tokens.stop - chunk.tokens.start, num_cached=num_cached)
 

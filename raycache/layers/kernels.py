@@ -5,9 +5,9 @@ tensors must not be empty.
 
 From Hopper on, kernels with IS_EARLY use programmatic dependent launch. Such a kernel begins when all programs of an
 early kernel in front of it have begun, else when that one has ended; so several can be waiting, one behind the other.
-Before `gdc_wait` they read only weights and write nothing. It returns when the kernel in front has ended, and as that
-one has waited, too, so have all before it: each program must come to it. FlashInfer's kernels read plans and tables
-before they wait, so no early kernel may write these.
+Before `gdc_wait` they write nothing and read only what no kernel of the same step writes, such as weights. It returns
+when the kernel in front has ended, and as that one has waited, too, so have all before it: each program must come to
+it. FlashInfer's kernels read plans and tables before they wait, so no early kernel may write these.
 
 Shapes in this file: T packed tokens, N features, H heads, D head size, R rotated features of a head.
 """

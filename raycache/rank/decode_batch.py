@@ -128,8 +128,9 @@ class DecodeBatch:
         share = size // cp.size
         page, offset = np.divmod(starts, size)
         first, counts = np.zeros(self._size, np.int32), np.ones(self._size, np.int64)
+        begins = np.zeros(self._size, np.int32)
         if window:
-            first[:count] = np.maximum(starts + 1 - window, 0) // size
+            first[:count], begins[:count] = np.divmod(np.maximum(starts + 1 - window, 0), size)
         begin = first[:count]
         counts[:count] = page + 1 - begin
         indptr = np.zeros(self._size + 1, np.int32)
@@ -142,11 +143,12 @@ class DecodeBatch:
             lengths[:count] = starts + 1 - begin * size
             written[:count] = table[slots, page].astype(np.int64) * size + offset
         else:
+            begins = np.minimum(np.maximum(begins - cp.rank * share, 0), share)
             rest = np.minimum(np.maximum(offset + 1 - cp.rank * share, 0), share)
             lengths[:count] = (page - begin) * share + rest
             mine = np.flatnonzero(offset // share == cp.rank)
             written[mine] = table[slots[mine], page[mine]].astype(np.int64) * share + offset[mine] % share
-        return Pages(indptr=indptr, ids=ids, first=first, cached=lengths, total=lengths), written
+        return Pages(indptr=indptr, ids=ids, first=first, cached=lengths, total=lengths, begins=begins), written
 
     def _new_inputs(self) -> StepInputs:
         size, cp, device = self._size, self._ctx.cp, self._ctx.device
@@ -158,7 +160,7 @@ class DecodeBatch:
             rows.append(RowInputs(0, range(i, i + 1), range(place, place + is_local), (), 0, 0))
             place += is_local
         nothing = np.zeros(0, np.int32)
-        every, empty = torch.arange(size, device=device), Pages(nothing, nothing, nothing, nothing, nothing)
+        every, empty = torch.arange(size, device=device), Pages(*[nothing] * 6)
         return StepInputs(
             ctx=self._ctx,
             ids=self._tensors[_IDS],

@@ -76,6 +76,7 @@ class Pages:
         cached: int32 [n]; this rank's tokens before the new ones, and a single new token, which is written before
             attention.
         total: int32 [n]; this rank's tokens including all new ones.
+        begins: int32 [n]; this rank's tokens before the window of the row's first new token; 0 without a window.
     """
 
     indptr: NDArray[np.int32]
@@ -83,6 +84,7 @@ class Pages:
     first: NDArray[np.int32]
     cached: NDArray[np.int32]
     total: NDArray[np.int32]
+    begins: NDArray[np.int32]
 
     def some(self, rows: Sequence[int]) -> Pages:
         """The pages of some rows."""
@@ -94,6 +96,7 @@ class Pages:
             first=self.first[index],
             cached=self.cached[index],
             total=self.total[index],
+            begins=self.begins[index],
         )
 
 
@@ -344,7 +347,8 @@ def _pages(
     counts = np.array([row.num_tokens for row in plan.rows], np.int64)
     ends = starts + counts
     # Pages before the window may have been freed.
-    first = np.maximum(starts - window + 1, 0) // page_size if window else np.zeros_like(starts)
+    begins = np.maximum(starts - window + 1, 0) if window else np.zeros_like(starts)
+    first = begins // page_size
     last = -(-ends // page_size)
     ids = [table[begin:end] for table, begin, end in zip(tables, first.tolist(), last.tolist(), strict=True)]
 
@@ -363,6 +367,7 @@ def _pages(
         # A single new token is read from its page like those before it, so that no causal part is left.
         cached=owned_lens(starts + (counts == 1)),
         total=owned_lens(ends),
+        begins=owned_lens(begins),
     )
 
 

@@ -203,7 +203,6 @@ def test_chunks_that_pass_keys_or_queries(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_windows(backend: AttentionBackend, cp: int, dim: int, window: int) -> None:
-    """With cp=2 and rows that pass queries, torch computes them."""
     heads = full.Heads(kv=2, group=4, dim=dim, has_sinks=dim == 64)
     for rows in (MIXED, LONG, [(300, 200), (0, 290)]):
         sequences = full.Sequences(case_of(rows, cp=cp, page_size=16, window=window), heads)
@@ -358,7 +357,7 @@ REPLAYED = [DECODES, [(5, 1)], [(290, 1), (1, 1), (16, 1), (130, 1)]]
 def test_a_recorded_decode_step_is_replayed_with_other_rows(
     backend: AttentionBackend, kv_heads: int, window: int
 ) -> None:
-    """With 40 heads the rows fill a device, so that keys are not split. Up to 256 keys have a kernel of their own."""
+    """With 40 heads the rows fill a device, so that keys are not split. Few rows, and short windows, need no plan."""
     heads = full.Heads(kv=kv_heads, group=4, dim=64, has_sinks=window > 0)
     cases = [case_of(rows, page_size=16, window=window) for rows in REPLAYED]
     component = kv("window" if window else "kv", (0,), heads=kv_heads, dim=64, fmt=cases[0].fmt, window=window)

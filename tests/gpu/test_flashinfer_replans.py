@@ -48,7 +48,7 @@ def growing(rows: int, *, window: int = 0) -> Iterator[Table]:
         lens = (ends - first * PAGE_LEN).astype(np.int32)
         ids = [row[begin : -(-end // PAGE_LEN)] for row, begin, end in zip(every, first, ends, strict=True)]
         indptr = np.cumsum([0, *map(len, ids)], dtype=np.int32)
-        pages = Pages(indptr, np.concatenate(ids), first.astype(np.int32), lens, lens)
+        pages = Pages(indptr, np.concatenate(ids), first.astype(np.int32), lens, lens, np.zeros_like(lens))
         yield decode_table(pages, lens, page_len=PAGE_LEN)
 
 

@@ -90,8 +90,11 @@ def test_a_batch_says_what_the_plan_says(batches: list[list[int]], cp: int, seed
                 real = right.pages.indptr[-1]
                 assert (mine.pages.ids[:real] == right.pages.ids).all() and (mine.pages.ids[real:] == NUM_PAGES).all()
                 assert (mine.pages.indptr[: total + 1] == right.pages.indptr).all()
-                for column in ("first", "cached", "total"):
+                for column in ("first", "cached", "total", "begins"):
                     assert (getattr(mine.pages, column)[:total] == getattr(right.pages, column)).all()
+                for prefix, start, begin in zip(right.prefixes, starts, right.pages.begins.tolist(), strict=True):
+                    window = pool.windows[space] or start + 1
+                    assert begin == (prefix.positions <= start - window).sum()
                 assert mine.prefixes[:total] and [p.runs for p in mine.prefixes[:total]] == [
                     p.runs for p in right.prefixes
                 ]

@@ -1,0 +1,349 @@
+"""Triton kernel for one query per row that attends to its pages, or to a window. Imported only where it runs.
+
+The keys of a row are split among SPLITS programs per key head, and the last program of a row and key head to finish
+merges what they found, in the same order each time. Nothing is planned on the host; attention sinks, and writing the
+newest key and value to their page, are part of the same launch. The table and all other keys are on the device before a
+step begins, so a program reads its last block, with which it begins, before it waits for the kernel in front of it.
+
+    row of 300 keys, blocks of 64     [ 0 .. 127 ] [ 128 .. 255 ] [ 256 .. 299 ]
+    programs of a key head            0            1              2               3 has none, and ends
+
+Shapes in this file: T rows, H query heads, Hkv key heads, D head size, P pages, R tokens of a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from raycache.attention.flashinfer_replans import StaticTable
+from raycache.parallel.devices import early
+
+_BLOCK = 64
+"""Keys that a program takes at once."""
+_MOST_SPLITS = 32
+_AT_ONCE = 8
+"""Partial results that are read at once."""
+_WARPS, _STAGES = 4, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How the keys of a row are split.
+
+    Attributes:
+        splits: programs per row and key head, at most; a power of two.
+        keys: of a block, a power of two.
+        partial: float32, for the results of programs, [T, Hkv, splits, H / Hkv, D + 2]; any contents. None for one
+            split, like `counts`.
+        counts: int32 [T * Hkv], zeros, and zeros again when a kernel has ended.
+    """
+
+    splits: int
+    keys: int
+    partial: Tensor | None = None
+    counts: Tensor | None = None
+
+    @classmethod
+    def whole(cls, window: int) -> Splitting:
+        """For one program that takes the keys of a window at once."""
+        return cls(1, max(16, triton.next_power_of_2(window)))
+
+    @classmethod
+    def of(cls, num_heads: int, num_programs: int, buffer: Tensor) -> Splitting:
+        """For all keys of a row.
+
+        Args:
+            num_heads: T * Hkv.
+            num_programs: that run at once.
+            buffer: uint8, whose contents may be overwritten.
+        """
+        splits = min(triton.next_power_of_2(max(num_programs // num_heads, 1)), _MOST_SPLITS)
+        return cls(
+            splits, _BLOCK, buffer.view(torch.float32), torch.zeros(num_heads, dtype=torch.int32, device=buffer.device)
+        )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: StaticTable,
+    splitting: Splitting,
+    *,
+    scale: float,
+    sinks: Tensor | None,
+    new: tuple[Tensor, Tensor] | None = None,
+    lse: Tensor | None = None,
+    reads_early: bool = True,
+) -> Tensor:
+    """Attention of the last token of each row to the keys of its pages.
+
+    Args:
+        q: [T, H, D], contiguous in the last dimension.
+        k, v: [P, R, Hkv, D], contiguous.
+        table: on the device; rows without keys get zeros.
+        sinks: [H], scores of the sinks; None for none.
+        new: the last key and value of each row, [T, Hkv, D] each, whose tokens may be apart, to be written to its last
+            page; None if they are there.
+        reads_early: whether no key is written in this step but the last one of each row, which no other row has.
+        lse: float32 [T, H], gets the log-sum-exp of the scores to base 2, without sinks; -inf without keys.
+    Returns:
+        New [T, H, D].
+    """
+    (num_rows, num_heads, dim), (_, page, num_keys, _) = q.shape, k.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = num_heads // num_keys
+    sizes = {
+        "DIM": dim,
+        "PAGE": page,
+        "NUM_KEY_HEADS": num_keys,
+        "NUM_QUERIES": group,
+        "GROUP": triton.next_power_of_2(group),
+        "QUERIES": max(16, triton.next_power_of_2(group)),
+        "KEYS": splitting.keys,
+        "SPLITS": splitting.splits,
+        "AT_ONCE": min(splitting.splits, _AT_ONCE),
+        "HAS_SINKS": sinks is not None,
+        "HAS_NEW": new is not None,
+        "HAS_LSE": lse is not None,
+        "READS_EARLY": reads_early,
+    }
+    assert reads_early or new is None
+    new_k, new_v = (q, q) if new is None else new
+    assert new is None or (new_k[0].is_contiguous() and new_v[0].is_contiguous()), "heads lie beside each other"
+    partial, counts = (q if each is None else each for each in (splitting.partial, splitting.counts))
+    tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
+    where = table.indptr, table.lens, table.begins, table.ids, partial, counts
+    strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
+    grid = splitting.splits, num_keys, num_rows
+    _attend[grid](*tensors, *where, scale, *strides, **sizes, num_warps=_WARPS, num_stages=_STAGES, **early(q.device))
+    return out
+
+
+# Names that begin with NUM are exact; other sizes in capitals are powers of two, as Triton requires.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(
+    q: tl.tensor,
+    new_k: tl.tensor,
+    new_v: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    indptr: tl.tensor,
+    lens: tl.tensor,
+    begins: tl.tensor,
+    ids: tl.tensor,
+    partial: tl.tensor,
+    counts: tl.tensor,
+    scale: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_token: tl.tensor,
+    v_token: tl.tensor,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    READS_EARLY: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per split, key head and row, with all query heads of the key head."""
+    if IS_EARLY:
+        gdc_launch_dependents()
+    split, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    query, feature, key = tl.arange(0, QUERIES), tl.arange(0, DIM), tl.arange(0, KEYS)
+    head, is_query = key_head * NUM_QUERIES + query, query < NUM_QUERIES
+    length, pages = tl.load(lens + row), ids + tl.load(indptr + row)
+    first = tl.load(begins + row)
+    each = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+    last = begin + tl.maximum(tl.cdiv(end - begin, KEYS) - 1, 0) * KEYS
+    place = last + key
+    is_key = place < end
+    is_new = (is_key & (place == length - 1))[:, None]
+    is_old = (is_key & (place < length - 1))[:, None] if READS_EARLY else is_key[:, None] & False
+    at = _places(pages, place, is_key, key_head, feature, DIM, PAGE, NUM_KEY_HEADS)
+    keys, values = tl.load(k + at, mask=is_old, other=0.0), tl.load(v + at, mask=is_old, other=0.0)
+    if IS_EARLY:
+        gdc_wait()
+    if begin >= end and split > 0:
+        return
+    from_ = q + row * q_token + head[:, None] * q_head + feature[None, :]
+    queries = tl.load(from_, mask=is_query[:, None], other=0.0)
+    if HAS_NEW:
+        last_key = tl.load(new_k + row * k_token + key_head * DIM + feature)[None, :]
+        last_value = tl.load(new_v + row * v_token + key_head * DIM + feature)[None, :]
+        keys, values = tl.where(is_new, last_key, keys), tl.where(is_new, last_value, values)
+        tl.store(k + at, keys, mask=is_new)
+        tl.store(v + at, values, mask=is_new)
+    else:
+        is_late = is_new if READS_EARLY else is_key[:, None]
+        late_keys, late_values = tl.load(k + at, mask=is_late, other=0.0), tl.load(v + at, mask=is_late, other=0.0)
+        keys, values = tl.where(is_late, late_keys, keys), tl.where(is_late, late_values, values)
+    factor = scale * 1.4426950408889634
+    scores = tl.where(is_key[None, :], tl.dot(queries, tl.trans(keys)) * factor, -1e30)
+    most = tl.max(scores, 1)
+    shares = tl.where(is_key[None, :], tl.exp2(scores - most[:, None]), 0.0)
+    total = tl.sum(shares, 1)
+    result = tl.dot(shares.to(values.dtype), values)
+    for start in tl.range(begin, last, KEYS):
+        at = _places(pages, start + key, key >= 0, key_head, feature, DIM, PAGE, NUM_KEY_HEADS)
+        keys, values = tl.load(k + at), tl.load(v + at)
+        scores = tl.dot(queries, tl.trans(keys)) * factor
+        new = tl.maximum(most, tl.max(scores, 1))
+        before, shares = tl.exp2(most - new), tl.exp2(scores - new[:, None])
+        total = total * before + tl.sum(shares, 1)
+        result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
+        most = new
+    used = tl.cdiv(length - first, tl.maximum(each, 1))
+    if SPLITS > 1 and used > 1:
+        first_part = (row * NUM_KEY_HEADS + key_head) * SPLITS
+        part = (first_part + split) * NUM_QUERIES + query
+        stats = partial + tl.num_programs(2).to(tl.int64) * NUM_KEY_HEADS * SPLITS * NUM_QUERIES * DIM
+        tl.store(partial + part[:, None] * DIM + feature[None, :], result, mask=is_query[:, None])
+        tl.store(stats + part * 2, most, mask=is_query)
+        tl.store(stats + part * 2 + 1, total, mask=is_query)
+        tl.debug_barrier()
+        count = counts + row * NUM_KEY_HEADS + key_head
+        if tl.atomic_add(count, 1, sem="acq_rel") == used - 1:
+            tl.store(count, 0)
+            member = tl.arange(0, GROUP)
+            every, highest, weights = _merged(
+                partial, stats, first_part, used, member, feature, DIM, NUM_QUERIES, GROUP, AT_ONCE
+            )
+            _store(
+                every,
+                highest,
+                weights,
+                sinks,
+                out,
+                lse,
+                row,
+                key_head * NUM_QUERIES + member,
+                member < NUM_QUERIES,
+                feature,
+                DIM,
+                NUM_KEY_HEADS * NUM_QUERIES,
+                HAS_SINKS,
+                HAS_LSE,
+            )
+    else:
+        _store(
+            result,
+            most,
+            total,
+            sinks,
+            out,
+            lse,
+            row,
+            head,
+            is_query,
+            feature,
+            DIM,
+            NUM_KEY_HEADS * NUM_QUERIES,
+            HAS_SINKS,
+            HAS_LSE,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merged(
+    partial: tl.tensor,
+    stats: tl.tensor,
+    first: tl.tensor,
+    num_parts: tl.tensor,
+    query: tl.tensor,
+    feature: tl.tensor,
+    DIM: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What all programs of a row and key head have found: values [G, D], highest scores and sums of weights [G]."""
+    result = tl.zeros([GROUP, DIM], tl.float32)
+    most = tl.full([GROUP], -1e30, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    for begin in tl.range(0, num_parts, AT_ONCE):
+        for number in tl.static_range(AT_ONCE):
+            part = (first + begin + number) * NUM_QUERIES + query
+            is_part = (query < NUM_QUERIES) & (begin + number < num_parts)
+            # Written by other programs of this launch, so not from the cache of this multiprocessor.
+            score = tl.load(stats + part * 2, mask=is_part, other=-1e30, cache_modifier=".cg")
+            weight = tl.load(stats + part * 2 + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+            at = partial + part[:, None] * DIM + feature[None, :]
+            values = tl.load(at, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+            new = tl.maximum(most, score)
+            before, share = tl.exp2(most - new), tl.exp2(score - new)
+            result = result * before[:, None] + values * share[:, None]
+            total = total * before + weight * share
+            most = new
+    return result, most, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(
+    pages: tl.tensor,
+    place: tl.tensor,
+    mask: tl.tensor,
+    key_head: tl.tensor,
+    feature: tl.tensor,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+) -> tl.tensor:
+    """Where the features of some keys of a row are, [K, D]."""
+    page = tl.load(pages + place // PAGE, mask=mask, other=0).to(tl.int64)
+    return ((page * PAGE + place % PAGE) * NUM_KEY_HEADS + key_head)[:, None] * DIM + feature[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    result: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    is_head: tl.tensor,
+    feature: tl.tensor,
+    DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+) -> None:
+    """Divide sums of values [N, D] of N heads by the sums of their weights [N], whose highest score is `most`."""
+    at = row * NUM_HEADS + head
+    if HAS_LSE:
+        tl.store(lse + at, tl.where(total > 0.0, most + tl.log2(total), float("-inf")), mask=is_head)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(most, sink)
+        less = tl.exp2(most - highest)
+        result, total = result * less[:, None], total * less + tl.exp2(sink - highest)
+    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
+    tl.store(
+        out + at[:, None] * DIM + feature[None, :],
+        (result * inverse[:, None]).to(out.dtype.element_ty),
+        mask=is_head[:, None],
+    )

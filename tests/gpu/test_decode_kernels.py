@@ -1,0 +1,146 @@
+"""The kernel for one query per row against attention in float64."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 64
+ERROR = 0.008
+"""Relative, of each row; bfloat16 rounds by 0.2 %."""
+LENGTHS = [1, 17, 0, 64, 65, 300, 1100, 9000]
+
+
+class Rows:
+    """Rows of some lengths, whose pages are in any order."""
+
+    def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, window: int = 0) -> None:
+        counts = [-(-length // PAGE) for length in lengths]
+        order = torch.randperm(sum(counts) + 3, device="cuda")[: sum(counts)].int()
+        ends = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+        self.table: Any = SimpleNamespace(indptr=ends, lens=torch.tensor(lengths, device="cuda").int(), ids=order)
+        self.table.begins = (self.table.lens - window).clamp(min=0) if window else torch.zeros_like(self.table.lens)
+        self.lengths, self.dim = lengths, float(dim)
+        last = self.table.lens - 1
+        self.slots = (order[(ends[:-1] + last // PAGE).clamp(0, len(order) - 1).long()] * PAGE + last % PAGE).int()
+        self.k, self.v = (drawn(sum(counts) + 3, PAGE, heads[1], dim) for _ in range(2))
+        self.q = drawn(len(lengths), heads[0] + 2 * heads[1], dim)[:, : heads[0]]
+
+    def right(self, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[T, H, D] and [T, H] to base 2, without sinks."""
+        outs, lses = [], []
+        ids = self.table.ids.split([-(-length // PAGE) for length in self.lengths])
+        for q, pages, length in zip(self.q.double(), ids, self.lengths, strict=True):
+            first = max(length - window, 0) if window else 0
+            k, v = (x[pages.long()].flatten(0, 1)[first:length].double() for x in (self.k, self.v))
+            k, v = (x.repeat_interleave(len(q) // x.shape[1], 1) for x in (k, v))
+            scores = torch.einsum("hd,lhd->hl", q, k) * self.dim**-0.5
+            lses.append(scores.logsumexp(1) / math.log(2))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            outs.append(torch.einsum("hl,lhd->hd", scores.softmax(1)[:, : len(k)], v))
+        return torch.stack(outs), torch.stack(lses)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def check(found: Tensor, right: Tensor) -> None:
+    for row, (one, other) in enumerate(zip(found.double(), right, strict=True)):
+        assert one.isfinite().all(), row
+        assert (one - other).norm() <= ERROR * other.norm(), row
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [((16, 4), 128), ((64, 8), 64), ((16, 2), 256), ((5, 5), 128)])
+@pytest.mark.parametrize("splits", [1, 4, 32])
+def test_rows_of_any_length(splits: int, heads: tuple[int, int], dim: int, has_sinks: bool) -> None:
+    from raycache.attention.decode_kernels import Splitting, attend
+
+    torch.manual_seed(splits)
+    rows = Rows(LENGTHS, heads, dim)
+    sinks = drawn(heads[0]) if has_sinks else None
+    num_heads = len(LENGTHS) * heads[1]
+    buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
+    splitting = Splitting.of(num_heads, splits * num_heads, buffer)
+    assert splitting.splits == splits
+    right, right_lse = rows.right(0, sinks)
+    before = None
+    for _ in range(20):
+        lse = torch.full(rows.q.shape[:2], 5.0, device="cuda")
+        out = attend(rows.q, rows.k, rows.v, rows.table, splitting, scale=dim**-0.5, sinks=sinks, lse=lse)
+        check(out, right)
+        torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
+        assert before is None or torch.equal(out, before), "the order of a sum differs"
+        before = out
+
+
+@pytest.mark.parametrize("window", [100, 128, 1000])
+def test_windows_with_sinks(window: int) -> None:
+    from raycache.attention.decode_kernels import Splitting, attend
+
+    rows, sinks = Rows(LENGTHS, (64, 8), 64, window), drawn(64)
+    buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
+    splitting = Splitting.whole(window) if window < 256 else Splitting.of(64, 256, buffer)
+    right, right_lse = rows.right(window, sinks)
+    for reads_early in (True, False):
+        lse = torch.empty(rows.q.shape[:2], device="cuda")
+        tensors = rows.q, rows.k, rows.v, rows.table
+        out = attend(*tensors, splitting, scale=0.125, sinks=sinks, lse=lse, reads_early=reads_early)
+        check(out, right)
+        torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window: int) -> None:
+    """As in a decode step: many layers in one CUDA graph, each replay with other keys, which their pages have then."""
+    from raycache.attention.decode_kernels import Splitting, attend
+    from raycache.attention.page_kernels import write_rows
+
+    layers = [Rows([1, 0, 64, 1100, 2049], (16, 4), 128, window) for _ in range(8)]
+    buffer = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
+    splitting = Splitting.whole(window) if window else Splitting.of(20, 264, buffer)
+    first = drawn(5, 8, 128)
+    some = torch.tensor([0, 2, 3, 4], device="cuda")  # rows with keys
+
+    def step() -> list[Tensor]:
+        found, kv = [], first
+        for rows in layers:
+            new = kv[:, :4], kv[:, 4:]
+            if not is_written:
+                write_rows(
+                    kv[some, :4], kv[some, 4:], rows.slots[some], to=(rows.k.flatten(0, 1), rows.v.flatten(0, 1))
+                )
+            q = kv.repeat(1, 2, 1)
+            given = new if is_written else None
+            out = attend(q, rows.k, rows.v, rows.table, splitting, scale=0.08, sinks=None, new=given)
+            found.append(out)
+            kv = out[:, :8] * 20 + first
+        return found
+
+    eager = [out.clone() for out in step()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(outs, eager, strict=True))
+    for _ in range(50):
+        first.normal_()
+        graph.replay()
+        kv = first
+        for rows, out in zip(layers, outs, strict=True):
+            written = rows.k.flatten(0, 1)[rows.slots.long()], rows.v.flatten(0, 1)[rows.slots.long()]
+            for place, wanted in zip(written, (kv[:, :4], kv[:, 4:]), strict=True):
+                assert all(torch.equal(place[row], wanted[row]) for row in range(5) if rows.lengths[row])
+            rows.q, rows.dim = kv.repeat(1, 2, 1), 0.08**-2
+            check(out, rows.right(window, None)[0])
+            kv = out[:, :8] * 20 + first
