@@ -45,33 +45,81 @@ class VocabHead:
         vocab_size: V.
         group: the tp group.
         cap: soft cap of the logits, cap * tanh(x / cap), or None.
+        factor: of the logits, after the cap.
         cp: size of the cp group, if rows are split over cp too; `group` is then all ranks of the stage.
     """
 
-    def __init__(self, weight: Tensor, vocab_size: int, group: Group, *, cap: float | None = None, cp: int = 1) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        vocab_size: int,
+        group: Group,
+        *,
+        cap: float | None = None,
+        factor: float = 1.0,
+        cp: int = 1,
+    ) -> None:
         self.weight = weight
         self._cp = cp
         self._vocab_size = vocab_size
         self._group = group
-        self._cap = cap
+        self._cap, self._factor = cap, factor
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V] on every rank, in at least float32."""
-        logits = self._gathered(linear(hidden, self.weight))
-        return logits if self._cap is None else torch.tanh(logits / self._cap).mul_(self._cap)
+        return self.gathered(self.part(hidden))
 
-    def _gathered(self, own: Tensor) -> Tensor:
-        """[N, R] of each rank -> [N, V], in at least float32."""
+    def part(self, hidden: Tensor) -> Tensor:
+        """What this rank computes of the logits, without cap and factor: [N, C] -> [N, R]."""
+        return linear(hidden, self.weight)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Logits, from the part of each rank: [N, R] -> [N, V] on every rank, in at least float32. Collective."""
         if self._group.size == 1:
-            return precise(own)
+            return self._adjusted(precise(own))
         parts: Tensor = self._group.all_gather(own).unflatten(0, (self._cp, -1))  # [cp, tp, N, R / cp]
         # One copy, which also widens the numbers.
         every = parts.permute(2, 1, 0, 3).to(precise_dtype(own.dtype), memory_format=torch.contiguous_format, copy=True)
-        return every.flatten(1)[:, : self._vocab_size]
+        return self._adjusted(every.flatten(1)[:, : self._vocab_size])
+
+    def likeliest(self, own: Tensor) -> Tensor:
+        """The argmax of the logits, from the part of each rank: [N, R] -> int64 [N] on every rank. Collective.
+
+        The first of several equal logits counts, as everywhere in torch. Ranks exchange the best of their part only.
+        """
+        logits = own if self._cap is None and self._factor == 1.0 else self._adjusted(precise(own))
+        if self._group.size == 1:
+            return logits.argmax(-1)
+        tokens = self._own_tokens()
+        best = own.new_empty((len(own), 2), dtype=torch.int64)  # token, and bits of its logit in float64
+        if tokens:
+            values, columns = logits[:, : len(tokens)].max(-1)
+            torch.add(columns, tokens.start, out=best[:, 0])
+            best.view(torch.float64)[:, 1].copy_(values)
+        else:  # all rows of the weight are beyond the vocabulary
+            best[:, 0] = 0
+            best.view(torch.float64)[:, 1] = -torch.inf
+        parts: Tensor = self._group.all_gather(best).unflatten(0, (self._cp, -1))
+        parts = parts.transpose(0, 1).flatten(0, 1)  # [tp cp, N, 2], in the order of the vocabulary
+        winners = parts.view(torch.float64)[..., 1].argmax(0, keepdim=True)
+        return parts[..., 0].gather(0, winners)[0]
 
     def over_cp(self, split: CpSplit) -> VocabHead:
         """Each cp rank computes its run of the rows; all of them if cp does not divide them."""
         if self.weight.shape[0] % split.cp.size:
             return self
         rows = self.weight[split.part(self.weight.shape[0], what="rows of the head")]
-        return VocabHead(rows, self._vocab_size, split.stage, cap=self._cap, cp=split.cp.size)
+        return VocabHead(rows, self._vocab_size, split.stage, cap=self._cap, factor=self._factor, cp=split.cp.size)
+
+    def _own_tokens(self) -> range:
+        """Tokens of this rank's rows of the weight, without those beyond the vocabulary."""
+        cp_rank, tp_rank = divmod(self._group.rank, self._group.size // self._cp)
+        rows = self.weight.shape[0]
+        first = (tp_rank * self._cp + cp_rank) * rows
+        return range(first, min(first + rows, self._vocab_size))
+
+    def _adjusted(self, logits: Tensor) -> Tensor:
+        """Apply cap and factor to logits in at least float32."""
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap).mul_(self._cap)
+        return logits if self._factor == 1.0 else logits * self._factor

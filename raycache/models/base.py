@@ -20,6 +20,7 @@ from raycache.checkpoint.tensor_files import Checkpoint, WeightSource
 from raycache.checkpoint.weights import CheckedNames, plain_dtype
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.cp_split import CpSplit
+from raycache.layers.embedding import VocabHead
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
@@ -30,14 +31,29 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import HeadCount, Split
 from raycache.parallel.stages import bound_begin, nearest_stages
 
-__all__ = ["Family", "Model", "ModelConfig", "check_split", "components", "family_of", "load_model", "read_config"]
+__all__ = [
+    "Family",
+    "Model",
+    "ModelConfig",
+    "check_split",
+    "components",
+    "family_of",
+    "head_of",
+    "load_model",
+    "read_config",
+]
 
 
 class Model(Protocol):
     """One rank's share of a model. Run under torch.inference_mode.
 
     T packed new tokens of any number of sequences, N of them to sample after, C hidden size.
+
+    Attributes:
+        head: makes logits of the result of `normed`; on the last stage.
     """
+
+    head: VocabHead | None
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] token ids -> [T, C]; first stage only."""
@@ -45,6 +61,10 @@ class Model(Protocol):
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """Run this stage's layers: [T, C] -> new [T, C]."""
+        ...
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm, [N, C] -> new [N, C]; last stage only."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -60,6 +80,12 @@ class Model(Protocol):
             NotSplitError: a layer cannot be split; the message says why.
         """
         ...
+
+
+def head_of(model: Model) -> VocabHead:
+    """The head of a model on the last stage."""
+    assert model.head is not None, "only the last stage has a head"
+    return model.head
 
 
 class Family(Protocol):

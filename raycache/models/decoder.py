@@ -84,7 +84,7 @@ class Scales:
     """Factors of a decoder's embeddings and logits.
 
     Attributes:
-        logit_cap: soft cap of the logits, see `VocabHead`.
+        logits, logit_cap: factor and soft cap of the logits, see `VocabHead`.
     """
 
     embedding: float = 1.0
@@ -102,7 +102,7 @@ class Decoder:
         layers: the parts of each layer of this stage, to be run in order.
         embedding: on the first stage.
         norm, head: on the last stage.
-        scales: the head itself applies the logit cap.
+        scales: the head itself applies those of logits.
         first_layer: index of the first layer in the whole model.
         embedding_name: tensor of the embedding, which a draft model may need on the last stage.
         hidden_size: number of features to record for a draft model, the first ones of the hidden state; None for all.
@@ -181,8 +181,7 @@ class Decoder:
     def score(self, normed: Tensor) -> Tensor:
         """Logits of the result of `normed`."""
         assert self.head is not None, "only the last stage computes logits"
-        logits = self.head(normed)
-        return logits if self._scales.logits == 1.0 else logits * self._scales.logits
+        return self.head(normed)
 
 
 def _sum(hidden: Tensor, delta: Tensor | None) -> Tensor:
@@ -254,7 +253,7 @@ def load_decoder(
     if ctx.is_last_stage:
         norm = make_norm(weights.whole(names.norm, config.hidden_size), config.rms_norm_eps)
         rows = table if is_tied and table is not None else weights.vocab(names.head, **vocab)
-        head = VocabHead(rows, config.vocab_size, ctx.tp, cap=scales.logit_cap)
+        head = VocabHead(rows, config.vocab_size, ctx.tp, cap=scales.logit_cap, factor=scales.logits)
     layers = []
     for layer in stage:
         layers.append(load_layer(layer, weights.under(f"{names.layers}.{layer}")))

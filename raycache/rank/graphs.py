@@ -20,7 +20,7 @@ from torch import Tensor
 from raycache.attention.base import AttentionBackend, StaticStep
 from raycache.layers.forward_pass import ForwardPass, LayerViews
 from raycache.memory.device import DevicePool
-from raycache.models.base import Model
+from raycache.models.base import Model, head_of
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.last_tokens import LastTokens
@@ -55,11 +55,12 @@ class GraphLayers:
 
 
 def whole_model(model: Model) -> Layers:
-    """The layers of a model with one stage: outputs logits [T, vocab] and features for a draft model."""
+    """The layers of a model with one stage: outputs this rank's part of the logits, [T, R] (see `VocabHead`), and
+    features for a draft model. What ranks exchange of the logits depends on the step."""
 
     def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
         hidden = model.forward(model.embed(ids), run)
-        return model.logits(hidden), for_draft(hidden, run.recorded)
+        return head_of(model).part(model.normed(hidden)), for_draft(hidden, run.recorded)
 
     return forward
 

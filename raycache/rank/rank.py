@@ -7,7 +7,7 @@ process of its own, or in the caller's process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
+from raycache.layers.embedding import VocabHead
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import Mover
-from raycache.models.base import Model, ModelConfig
+from raycache.models.base import Model, ModelConfig, head_of
 from raycache.parallel.context import ParallelContext
 from raycache.rank.drafter import Drafter, Followed
 from raycache.rank.graphs import DecodeGraphs, for_draft
@@ -135,7 +136,7 @@ class Rank:
         Returns:
             Logits of the positions that this cp rank emits, [N, vocab] float32; None before the last stage.
         """
-        return self.launch(plan).logits
+        return self.launch(plan, needs_logits=True).logits
 
     @torch.inference_mode()
     def finish(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks = NO_MASKS) -> PendingResult:
@@ -145,14 +146,18 @@ class Rank:
             layers: as `launch` has returned them for this plan, which must be the last one.
             masks: of the plan's rows, if it has any.
         """
-        if layers.logits is None:
+        if layers.is_empty:
             return PendingResult(torch.empty((0, result_width(plan)), dtype=torch.int64))
         return PendingResult(self._results(plan, layers, masks))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedLayers:
+    def launch(self, plan: StepPlan, *, needs_logits: bool = False) -> LaunchedLayers:
         """Start page moves, apply the plan's changes to slots, and launch the layers on the device; on a CPU they have
-        ended when this returns."""
+        ended when this returns.
+
+        Args:
+            needs_logits: whether to return logits even if the step's results need the likeliest tokens only.
+        """
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
@@ -166,15 +171,24 @@ class Rank:
             self._slots[row.slot].count(row)
         if not plan.rows:
             return LaunchedLayers()
+        # All ranks know the same of rows and slots, so all of them exchange the same.
+        takes_likeliest = not needs_logits and plan.num_top is None and self._is_greedy(plan)
         if self.graphs is not None and self.graphs.can_run(plan):
-            self.graphs.prepare(plan, self._tables)
-            logits, features = self.graphs.replay()
-            if self.graphs.has_all_tokens:
-                logits = self._emitted(plan, logits)
-            return LaunchedLayers(logits, features, recorded=self.graphs)
-        return self._run_layers(plan)
+            return self._replay(self.graphs, plan, takes_likeliest=takes_likeliest)
+        return self._run_layers(plan, takes_likeliest=takes_likeliest)
 
-    def _run_layers(self, plan: StepPlan) -> LaunchedLayers:
+    def _is_greedy(self, plan: StepPlan) -> bool:
+        """Whether the likeliest token is sampled at every emitted position."""
+        return all(not row.targets and not row.is_masked and self._slots[row.slot].is_plain for row in plan.rows)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, *, takes_likeliest: bool) -> LaunchedLayers:
+        graphs.prepare(plan, self._tables)
+        part, features = graphs.replay()
+        head = head_of(self.decode_model or self.model)
+        found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=graphs.has_all_tokens)
+        return replace(found, features=features, recorded=graphs)
+
+    def _run_layers(self, plan: StepPlan, *, takes_likeliest: bool) -> LaunchedLayers:
         model, rows, has_all_tokens = self.model, plan, False
         if self.decode_model is not None and is_decode(plan, has_states=STATE in self.pool.sizes):
             model, rows, has_all_tokens = self.decode_model, in_single_rows(plan), True
@@ -191,17 +205,31 @@ class Rank:
         hidden, recorded = self._run_stage(inputs, model)
         if not self.ctx.is_last_stage:
             return LaunchedLayers()
-        logits = model.logits(hidden[inputs.logits])
-        if has_all_tokens:
-            return LaunchedLayers(self._emitted(plan, logits))
-        return LaunchedLayers(logits, for_draft(hidden, recorded), inputs)
+        head = head_of(model)
+        part = head.part(model.normed(hidden[inputs.logits]))
+        found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=has_all_tokens)
+        return found if has_all_tokens else replace(found, features=for_draft(hidden, recorded), inputs=inputs)
 
-    def _emitted(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """Of the logits of all tokens, those that this cp rank emits."""
+    def _found(
+        self, plan: StepPlan, head: VocabHead, part: Tensor, *, takes_likeliest: bool, has_all_tokens: bool
+    ) -> LaunchedLayers:
+        """Exchange the logits of a step, or only their likeliest tokens. Collective over the group of the head.
+
+        Args:
+            part: of the logits, by this head.
+            has_all_tokens: whether it has a row for every token, not only for those that this cp rank emits.
+        """
+        found = head.likeliest(part) if takes_likeliest else head.gathered(part)
+        if has_all_tokens:
+            found = self._emitted(plan, found)
+        return LaunchedLayers(likeliest=found) if takes_likeliest else LaunchedLayers(logits=found)
+
+    def _emitted(self, plan: StepPlan, found: Tensor) -> Tensor:
+        """Of the rows of all tokens, those that this cp rank emits."""
         cp = self.ctx.cp
         if all(row.num_tokens == 1 and row.output_position >= 0 for row in plan.rows):
-            return logits[cp.rank :: cp.size]
-        return logits[self.ctx.on_device(emitted_tokens(plan, cp_rank=cp.rank, cp_size=cp.size))]
+            return found[cp.rank :: cp.size]
+        return found[self.ctx.on_device(emitted_tokens(plan, cp_rank=cp.rank, cp_size=cp.size))]
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves; a layer's view of the pool waits until its pages are loaded."""
@@ -242,16 +270,14 @@ class Rank:
 
     def _results(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""
-        logits = layers.logits
-        assert logits is not None, "only the last stage has results"
-        if plan.loads:
+        if layers.logits is not None and plan.loads:
             # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
-            logits = logits.nan_to_num()
-        tokens = self._tokens(plan, logits, masks, layers.recorded)
+            layers = replace(layers, logits=layers.logits.nan_to_num())
+        tokens = self._tokens(plan, layers, masks)
         drafted = self._draft(plan, layers, tokens)
         if plan.num_top is None:
             return torch.cat([tokens, drafted])[:, None]
-        chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
+        chosen_logprob, top_ids, top = logprobs(layers.all_logits, tokens, num_top=plan.num_top)
         bits = [values.double().view(torch.int64) for values in (chosen_logprob[:, None], top)]
         lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
         return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
@@ -268,20 +294,23 @@ class Rank:
         # Counts exclude the tokens of this step: draft tokens may be rejected.
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
-    def _tokens(self, plan: StepPlan, logits: Tensor, masks: Masks, recorded: DecodeGraphs | None) -> Tensor:
+    def _tokens(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks) -> Tensor:
         """The sampled token, or the target to be scored, of each emitted position: int64 [emitted]."""
-        if all(not row.targets and not row.is_masked and self._slots[row.slot].is_plain for row in plan.rows):
-            tokens = sampled_tokens = logits.argmax(-1)
+        if layers.likeliest is not None:
+            tokens = sampled_tokens = layers.likeliest
+        elif self._is_greedy(plan):
+            tokens = sampled_tokens = layers.all_logits.argmax(-1)
         else:
             targets, sampled, rows = self._emissions(plan, masks)
             tokens = self.ctx.on_device(np.array(targets, np.int64))
             sampled_tokens = tokens[:0]
             if rows:
+                logits = layers.all_logits
                 sampled_tokens = sample(logits if len(rows) == len(targets) else logits[sampled], rows)
                 tokens[sampled] = sampled_tokens
         if self.last is not None:
             # Each row of a recorded step samples a token.
-            slots = recorded.slots if recorded is not None and self.ctx.cp.size == 1 else None
+            slots = layers.recorded.slots if layers.recorded is not None and self.ctx.cp.size == 1 else None
             self.last.keep(plan, sampled_tokens, slots=slots)
         return tokens
 
@@ -316,19 +345,32 @@ class Rank:
 @dataclass(frozen=True, slots=True)
 class LaunchedLayers:
     """Outputs of a step's layers, which the device may still be computing; empty for a step without rows, or before the
-    last stage.
+    last stage. All others have either logits or the likeliest tokens.
 
     Attributes:
         logits: [N, vocab].
+        likeliest: int64 [N]; the step's tokens.
         features: for a draft model, [T_local, C] per recorded layer.
         inputs: None if a graph was replayed.
         recorded: the graphs that were replayed, or None.
     """
 
     logits: Tensor | None = None
+    likeliest: Tensor | None = None
     features: Tensor | None = None
     inputs: StepInputs | None = None
     recorded: DecodeGraphs | None = None
+
+    @property
+    def all_logits(self) -> Tensor:
+        """The logits of a step that has them."""
+        assert self.logits is not None, "the step has its likeliest tokens only"
+        return self.logits
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no results."""
+        return self.logits is None and self.likeliest is None
 
 
 def _new_slot(admit: Admit) -> Slot:

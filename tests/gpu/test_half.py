@@ -30,6 +30,7 @@ from raycache.models.base import components
 from raycache.rank.build import load
 from raycache.rank.member import alone
 from raycache.rank.rank import Rank
+from raycache.types import CacheAction, CacheCommand
 from raycache.wire.plan import StepPlan
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import FAMILIES
@@ -322,3 +323,17 @@ def test_greedy_tokens_are_the_best_ones(name: str, tmp_path: Path) -> None:
             assert max(score.top[0][1] - score.logprob for score in scores) < TIE
     if name == "qwen3":  # the same kernels on the same rows; experts add up in any order
         assert alone[0] == alone[1], "planning ahead changes a token"
+
+
+@pytest.mark.parametrize("split", [{}, {"tp": 2}, {"cp": 2}, {"cp": 2, "decode_split": "on"}], ids=str)
+def test_greedy_tokens_are_those_of_steps_that_gather_logits(split: Mapping[str, Any], tmp_path: Path) -> None:
+    if split and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = str(tiny_tokenizers.byte_level(make_half(tmp_path / "model", "qwen3")))
+    with LLM(model, **settings(FAST, **split)) as llm:
+        for prompt in draw_sequences(515)[:3]:
+            found = []
+            for logprobs in (None, 0):
+                found.append(llm.generate([prompt], replace(GREEDY, logprobs=logprobs))[0].token_ids)
+                llm.cache(CacheCommand(CacheAction.CLEAR, tiers=("device",)))
+            assert found[0] == found[1]

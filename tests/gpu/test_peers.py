@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,9 +20,10 @@ from raycache.attention.merge import merge
 from raycache.config import Config
 from raycache.errors import RankLostError
 from raycache.gang.processes import RankProcess, meet_here
+from raycache.layers.embedding import VocabHead
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.lost_peers import reporting_lost_peers
-from raycache.parallel.peer_group import PeerGroup
+from raycache.parallel.peer_group import PeerGroup, graph_seconds
 from raycache.parallel.sharding import Split
 from raycache.rank.member import Invitation
 
@@ -28,6 +31,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs"),
 ]
+
+VOCABULARIES = (151_936, 129_281, 301)
 
 Work = Callable[[PeerGroup, torch.device], Any]
 
@@ -132,6 +137,50 @@ def wrong_merge(group: PeerGroup, chosen: random.Random, device: torch.device, *
     return [] if is_right else [f"merge {dtype} {tuple(outs.shape)} {is_log2=} {sinks is None=}"]
 
 
+def wrong_likeliest(group: PeerGroup, device: torch.device) -> list[str]:
+    """Where the best of each part is not the first of the largest logits; many of them are equal."""
+    wrong = []
+    for vocab_size, rows, dtype in itertools.product(VOCABULARIES, (1, 3, 64, 256), (torch.bfloat16, torch.float32)):
+        head, parts = parts_of_logits(group, device, vocab_size=vocab_size, rows=rows, dtype=dtype)
+        every = parts.flatten(1)[:, :vocab_size].cpu()
+        first = (every == every.amax(-1, keepdim=True)).int().argmax(-1)
+        own = parts[:, group.rank].contiguous()
+        wrong += [
+            f"{name} {vocab_size=} {rows=} {dtype}"
+            for name, found in (("best", head.likeliest(own)), ("all", head.gathered(own).argmax(-1)))
+            if not torch.equal(found.cpu(), first)
+        ]
+    return wrong
+
+
+def seconds_of_likeliest(group: PeerGroup, device: torch.device) -> list[tuple[int, float, float]]:
+    """Number of rows, seconds for their likeliest tokens from the best of each part, and from all logits."""
+    found = []
+    for rows in (1, 64, 256):
+        head, parts = parts_of_logits(group, device, vocab_size=VOCABULARIES[0], rows=rows, dtype=torch.bfloat16)
+        own = parts[:, group.rank].contiguous()
+        best, every = (
+            graph_seconds(run, device, calls=8, replays=9)
+            for run in (partial(head.likeliest, own), partial(likeliest_of_all, head, own))
+        )
+        found.append((rows, best, every))
+    return found
+
+
+def likeliest_of_all(head: VocabHead, own: Tensor) -> Tensor:
+    return head.gathered(own).argmax(-1)
+
+
+def parts_of_logits(
+    group: PeerGroup, device: torch.device, *, vocab_size: int, rows: int, dtype: torch.dtype
+) -> tuple[VocabHead, Tensor]:
+    """A head, and whole numbers as logits: [rows, members, part], with larger ones behind the vocabulary."""
+    share = -(-vocab_size // group.size)
+    logits = drawn((rows, group.size * share), dtype, device, seed=rows).mul(2).round().clamp(max=4)
+    logits[:, vocab_size:] = 100
+    return VocabHead(torch.empty(share, 0, device=device), vocab_size, group), logits.unflatten(1, (group.size, share))
+
+
 def sums_in_a_graph(group: PeerGroup, device: torch.device) -> tuple[float, list[float]]:
     """Largest error over replays with new inputs; and one sum's bits as numbers, to compare members."""
     group.most_bytes = 1 << 22
@@ -177,6 +226,18 @@ def seconds_until_a_missing_peer_is_noticed(group: PeerGroup, device: torch.devi
 def test_collectives_of_all_kinds_and_sizes_in_one_memory(sees_one: bool) -> None:
     found = each_rank("collectives_of_random_sizes", sees_one=sees_one)
     assert found == [[]] * min(torch.cuda.device_count(), 4)
+
+
+def test_the_best_of_each_part_is_the_first_of_the_largest_logits() -> None:
+    assert each_rank("wrong_likeliest") == [[]] * min(torch.cuda.device_count(), 4)
+
+
+def test_the_best_of_each_part_takes_less_time_than_all_logits() -> None:
+    found = each_rank("seconds_of_likeliest")[0]
+    print(
+        *(f"{rows} rows: {1e6 * best:.1f} us, all logits {1e6 * every:.1f} us" for rows, best, every in found), sep="\n"
+    )
+    assert all(best < every for rows, best, every in found if rows > 1)
 
 
 def test_recorded_sums_are_right_at_every_replay_and_equal_on_all_members() -> None:

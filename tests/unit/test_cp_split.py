@@ -29,7 +29,7 @@ from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.quantised import Fp8Matrix
 from raycache.memory.component import FULL, STATE, CacheFormat
 from raycache.memory.device import DevicePool
-from raycache.models.base import components, load_model, read_config
+from raycache.models.base import components, head_of, load_model, read_config
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -165,7 +165,8 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
                 continue
             batch.fill(plan, tables)
             run = ForwardPass(_StaticStep(batch.inputs, expanded_bytes=0), pools[2], batch.inputs.positions)
-            logits, _ = recorded(batch.inputs.ids, None, run)
+            part, _ = recorded(batch.inputs.ids, None, run)
+            logits = head_of(decode_model).gathered(part)
             assert len(logits) == 8 and batch.num_local == sum(row.num_tokens for row in plan.rows)
             own = emitted_tokens(plan, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
             torch.testing.assert_close(logits[own], wanted, rtol=0, atol=3e-5)
