@@ -7,6 +7,7 @@ Where FlashInfer has no kernel, the torch backend's step is used, which is logge
     flashinfer_selected.py  MLA, selected tokens    flashinfer_tables.py   rows in the layout of the kernels
     recurrent_kernels.py    recurrent, in Triton    sparse_kernels.py      sparse indexers, in Triton
     flashinfer_passed.py    keys and values of chunks under cp
+    flashinfer_copied.py    the same, with exchanges beside attention
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class FlashInferBackend:
 
     Args:
         max_pages: maximum number of pages per row.
+        max_tokens: maximum number of new tokens per step; 0: ranks exchange nothing by copy engines.
         expanded_bytes: limit of the keys and values expanded from cached latents at a time, at least one token's.
     """
 
@@ -64,9 +66,11 @@ class FlashInferBackend:
         can_capture=True,
     )
 
-    def __init__(self, device: torch.device, *, max_pages: int, expanded_bytes: int = EXPANDED_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, *, max_pages: int, max_tokens: int = 0, expanded_bytes: int = EXPANDED_BYTES
+    ) -> None:
         self.kernels = KernelCache(device)
-        self.expanded_bytes = expanded_bytes
+        self.max_tokens, self.expanded_bytes = max_tokens, expanded_bytes
         self._max_pages = max_pages
         self._logged: set[str] = set()
 
@@ -114,7 +118,9 @@ class FlashInferStep:
             return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
         if passing is not None:
             if layers not in self._passed:
-                self._passed[layers] = PassedKernels(self._backend.kernels, layers, self._layout, passing)
+                self._passed[layers] = PassedKernels(
+                    self._backend.kernels, layers, self._layout, passing, max_tokens=self._backend.max_tokens
+                )
             return self._passed[layers].attend(view, q, k, v, sinks)
         if layers not in self._full:
             self._full[layers] = FullKernels(self._backend.kernels, layers, self._layout, self._static)

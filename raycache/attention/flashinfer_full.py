@@ -91,7 +91,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class Planned:
     """Queries, and the kernel that is planned for them.
 
     Attributes:
@@ -278,7 +278,7 @@ class FullKernels:
         longest = 1 if inputs.state_rows is None else inputs.state_rows.longest
         return OneQuery(self._kernels, layers, static, is_apart=longest == 1)
 
-    def _plan_cached(self, places: Places) -> list[_Planned]:
+    def _plan_cached(self, places: Places) -> list[Planned]:
         is_alone = self._layout.inputs.ctx.cp.size == 1
         lens = places.pages.total if is_alone else places.pages.cached
         rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
@@ -290,15 +290,15 @@ class FullKernels:
             # All rows: a CUDA graph may change which of them have keys.
             table = decode_table(places.pages, lens, page_len=page_len)
             self._recorded.plan(table, heads, is_causal=is_alone, window=window)
-            return [_Planned(table.tokens, self._recorded)]
-        found = list[_Planned]()
+            return [Planned(table.tokens, self._recorded)]
+        found = list[Planned]()
         for family, some in self._by_family(lens):
-            table = page_table(places.pages, some, lens, inputs=rows, page_len=page_len)
+            table = page_table(places.pages, some, lens, queries=[row.tokens for row in rows], page_len=page_len)
             kernel = self._kernels.kernel(
                 (self._layers, family), functools.partial(PagedKernel, self._kernels, family, None)
             )
             kernel.plan(table, heads, is_causal=is_alone, window=window)
-            found.append(_Planned(self._kernels.tokens(table.tokens), kernel))
+            found.append(Planned(self._kernels.tokens(table.tokens), kernel))
         self._is_partition = is_partition([planned.tokens for planned in found], self._layout.inputs.num_tokens)
         return found
 

@@ -196,7 +196,7 @@ class LatentKernels:
         rows = [row for row in rows if lens[row]]
         if not rows:
             return None
-        table = page_table(places.pages, rows, lens, inputs=inputs.rows, page_len=page_len)
+        table = page_table(places.pages, rows, lens, queries=[row.tokens for row in inputs.rows], page_len=page_len)
         kernel = self._kernels.kernel((self._layers, "absorbed"), functools.partial(LatentKernel, self._kernels, None))
         has_chunks = any(len(inputs.rows[row].tokens) > 1 for row in rows)
         kernel.plan(table, self._heads, is_causal=self._is_alone and has_chunks, has_lse=not self._is_alone)

@@ -4,7 +4,7 @@
     all queries of rows that ask      this rank's pages; merged as in layout.py
 
 A run of a chunk is a row of the kernel, with the pages of the chunk up to the run's end. Chunks that pass keys need
-nothing else.
+nothing else. In long steps with rows that ask, exchanges are beside attention (flashinfer_copied.py).
 
 Shapes in this file: T_local new tokens of this rank, H heads, D head size, n pages.
 """
@@ -16,6 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
+from raycache.attention.flashinfer_copied import CopiedQueries, copies_for
 from raycache.attention.flashinfer_full import FEW_QUERIES, FullKernels, Layers
 from raycache.attention.flashinfer_kernels import KernelCache, LseBase, PagedKernel, Writer
 from raycache.attention.flashinfer_tables import PassedRun, Tokens, are_all, passed_table
@@ -27,16 +28,24 @@ from raycache.memory.views import KVView
 
 
 class PassedKernels:
-    """Plan of the layers of one kind in a step with chunks; cp is more than 1."""
+    """Plan of the layers of one kind in a step with chunks; cp is more than 1.
 
-    def __init__(self, kernels: KernelCache, layers: Layers, layout: StepLayout, passing: Passing) -> None:
+    Args:
+        max_tokens: see `copies_for`.
+    """
+
+    def __init__(
+        self, kernels: KernelCache, layers: Layers, layout: StepLayout, passing: Passing, *, max_tokens: int = 0
+    ) -> None:
         self._kernels, self._layers, self._passing = kernels, layers, passing
         places = layout.inputs.places[layers.space]
         self._writer = Writer(kernels, places.slots)
         self._owned = places.owned
         self._own = self._planned()
         self._asking: tuple[StepLayout, FullKernels] | None = None
-        if passing.asking is not None:
+        copies = copies_for(layers, passing, max_tokens=max_tokens)
+        self._copied = None if copies is None else CopiedQueries(kernels, layers, passing, copies)
+        if passing.asking is not None and copies is None:
             asking = StepLayout(passing.asking)
             self._asking = asking, FullKernels(kernels, layers, asking)
 
@@ -51,6 +60,17 @@ class PassedKernels:
             # Only owned ones are there, in order.
             self._writer.write_kv(self._owned, new[:, :heads], new[:, heads:], to=(view.k, view.v))
 
+        if self._copied is not None:
+            asked, every = self._passing.asked(q), self._passing.exchange.placed(k, v)
+            self._copied.start(asked, every)
+            cached = self._copied.attend_early(view, asked)
+            buffer = self._passing.fill(every.flatten(0, 1), functools.partial(self._copied.arrive, every), pack, write)
+            cached = self._copied.attend_rest(view, asked, cached)
+            out, lse = self._attend_own(q, buffer[:, :, :heads], buffer[:, :, heads:], lse_base="log2")
+            assert lse is not None
+            new = self._passing.asked(out), self._passing.asked(lse)
+            answers = self._copied.merge(cached, new, sinks)
+            return self._passing.settled((out, lse), answers, sinks, is_log2=True)
         buffer = self._passing.gather((k, v), pack, write)
         keys, values = buffer[:, :, :heads], buffer[:, :, heads:]
         if self._asking is None and sinks is None:

@@ -92,24 +92,24 @@ class Piece:
     slots: NDArray[np.int64]
 
 
-def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, inputs: Sequence[RowInputs], page_len: int) -> Table:
+def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, queries: Sequence[range], page_len: int) -> Table:
     """Make the table of some rows.
 
     Args:
         pages: of all rows.
         rows: indices, ascending.
         lens: int32, number of keys of each of all rows.
-        inputs: of all rows.
+        queries: of each of all rows, among the tokens that the kernel is given.
         page_len: tokens per page.
     """
-    if len(rows) == len(inputs):
+    if len(rows) == len(queries):
         starts = pages.indptr[:-1]
     else:
         lens, starts = lens[list(rows)], pages.indptr[:-1][list(rows)]
-    queries = [inputs[row].tokens for row in rows]
+    chosen = [queries[row] for row in rows]
     indptr, ids = _attended(pages, starts, lens, page_len)
     return Table(
-        together(queries), starts_of([len(some) for some in queries]), indptr, ids, lens.astype(np.int32), page_len
+        together(chosen), starts_of([len(some) for some in chosen]), indptr, ids, lens.astype(np.int32), page_len
     )
 
 

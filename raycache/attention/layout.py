@@ -125,6 +125,24 @@ class StepLayout:
         return both[..., :dim], bits.view(lse.dtype)[..., 0]
 
 
+def merge_parts(one: Part, other: Part, others: Part, sinks: Tensor | None) -> Tensor:
+    """Merge parts of the same queries; log-sum-exps are to base 2.
+
+    Args:
+        one, other: [T, H, D] and [T, H].
+        others: more parts, [P, T, H, D] and [P, T, H]; parts need not follow each other in memory.
+        sinks: [H] or None.
+    Returns:
+        [T, H, D]
+    """
+    if _kernels_for(one) is not None:
+        from raycache.attention.merge_kernels import merge_apart
+
+        return merge_apart(one, other, others, sinks)
+    outs, lses = [one[0], other[0], *others[0]], torch.cat([one[1][None], other[1][None], others[1]])
+    return merge(outs, lses * math.log(2), sinks)
+
+
 def _kernels_for(part: Part) -> Any:
     """Kernels that exchange and merge parts like this one, or None."""
     if not part[0].is_cuda or not triton_works():

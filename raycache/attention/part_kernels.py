@@ -6,7 +6,8 @@ without kernels, so that a rank that has none receives what it expects:
     all tokens on every rank   [T, H, D], [T, H]  -- pack, exchange -->  [cp, T, H / cp, D / 2 + 1]   -- merge -->
     tokens split over cp       [T, H, D], [T, H]  -- pack, exchange -->  [cp, T_padded, H, D / 2 + 1]  -- merge -->
 
-In the first case one kernel does it all where there is peer memory.
+In the first case one kernel does it all where there is peer memory. What copy engines bring is merged as it is
+(merge_kernels.py).
 
 Shapes in this file: T tokens, T_local of this rank, H heads, D head size. In kernels a row is a head of a token: R of
 them, of W words.
@@ -23,23 +24,28 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.merge import Part
+from raycache.attention.merge_kernels import (
+    DTYPES,
+    HEADS_AT_ONCE,
+    WORD,
+    add_part,
+    merged_words,
+    no_part,
+    part_of,
+)
 from raycache.parallel.collectives import Group
 from raycache.parallel.devices import early
-from raycache.parallel.peer_kernels import high_of, low_of, pair_of, receive, send
+from raycache.parallel.peer_kernels import receive, send
 from raycache.parallel.peer_memory import PROGRAMS, WORDS, PeerMemory
 from raycache.step.exchange import TokenExchange
 
-_WORD = torch.int32
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_HEADS = 4
-"""Heads of a program."""
 _LOG2_E = math.log2(math.e)
 
 
 def takes(out: Tensor, lse: Tensor) -> bool:
     """Whether there are kernels for these results."""
     is_even = out.shape[2] % 2 == 0 and out.shape[2] // 2 < WORDS
-    return is_even and out.dtype in _DTYPES and lse.dtype == torch.float32
+    return is_even and out.dtype in DTYPES and lse.dtype == torch.float32
 
 
 def scatter(part: Part, sinks: Tensor | None, *, cp: Group, is_log2: bool) -> Tensor:
@@ -84,10 +90,10 @@ def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: 
     rows = min(triton.next_power_of_2(triton.cdiv(num_rows, PROGRAMS)), _power_below(WORDS // (words + 1)))
     merged = torch.empty((num_tokens, share, dim), dtype=out.dtype, device=out.device)
     _exchange_and_merge[(min(triton.cdiv(num_rows, rows), PROGRAMS),)](
-        out.view(_WORD),
-        lse.view(_WORD),
+        out.view(WORD),
+        lse.view(WORD),
         out if sinks is None else sinks,
-        merged.view(_WORD),
+        merged.view(WORD),
         memory.peers,
         memory.numbers,
         memory.rank,
@@ -97,7 +103,7 @@ def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: 
         NUM_WORDS=words,
         ROW_WORDS=triton.next_power_of_2(words),
         ROWS=rows,
-        DTYPE=_DTYPES[out.dtype],
+        DTYPE=DTYPES[out.dtype],
         HAS_SINKS=sinks is not None,
         LOG2=1.0 if is_log2 else _LOG2_E,
         SIZE=memory.size,
@@ -127,10 +133,10 @@ def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool, tokens: Tensor |
     """
     num_heads, dim = out.shape[1:]
     num_tokens, words = len(out) if tokens is None else len(tokens), dim // 2
-    packed = torch.empty((size, num_tokens, num_heads // size, words + 1), dtype=_WORD, device=out.device)
-    _pack[(num_tokens, triton.cdiv(num_heads, _HEADS))](
-        out.contiguous().view(_WORD),
-        lse.contiguous().view(_WORD),
+    packed = torch.empty((size, num_tokens, num_heads // size, words + 1), dtype=WORD, device=out.device)
+    _pack[(num_tokens, triton.cdiv(num_heads, HEADS_AT_ONCE))](
+        out.contiguous().view(WORD),
+        lse.contiguous().view(WORD),
         packed if tokens is None else tokens,
         packed,
         num_tokens,
@@ -138,7 +144,7 @@ def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool, tokens: Tensor |
         SHARE=num_heads // size,
         NUM_WORDS=words,
         WORDS=triton.next_power_of_2(words),
-        HEADS=_HEADS,
+        HEADS=HEADS_AT_ONCE,
         HAS_TOKENS=tokens is not None,
         IS_LOG2=is_log2,
         num_warps=2,
@@ -172,20 +178,20 @@ def merge(
     out = torch.empty((num_tokens, num_heads, 2 * (words - 1)), dtype=dtype, device=packed.device)
     if not num_tokens:
         return out
-    own_out, own_lse = (packed, packed) if own is None else (part.contiguous().view(_WORD) for part in own)
-    _merge[(num_tokens, triton.cdiv(num_heads, _HEADS))](
+    own_out, own_lse = (packed, packed) if own is None else (part.contiguous().view(WORD) for part in own)
+    _merge[(num_tokens, triton.cdiv(num_heads, HEADS_AT_ONCE))](
         packed,
         own_out,
         own_lse,
         packed if sinks is None else sinks,
-        out.view(_WORD),
+        out.view(WORD),
         num_packed,
         NUM_PARTS=num_parts,
         NUM_HEADS=num_heads,
         NUM_WORDS=words - 1,
         WORDS=triton.next_power_of_2(words - 1),
-        HEADS=_HEADS,
-        DTYPE=_DTYPES[dtype],
+        HEADS=HEADS_AT_ONCE,
+        DTYPE=DTYPES[dtype],
         HAS_OWN=own is not None,
         OWN_LOG2=1.0 if is_log2 else _LOG2_E,
         HAS_SINKS=sinks is not None,
@@ -223,70 +229,12 @@ def _pack(
     token = place
     if HAS_TOKENS:
         token = tl.load(tokens + place)
-    found, scores = _part(out, lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
+    found, scores = part_of(out, lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
     if IS_LOG2:
         scores = (scores.to(tl.float32, bitcast=True) * 0.6931471805599453).to(tl.int32, bitcast=True)
     row = packed + ((head // SHARE * num_tokens + place) * SHARE + head % SHARE) * (NUM_WORDS + 1)
     tl.store(row[:, None] + word, found, mask=mask)
     tl.store(row + NUM_WORDS, scores, mask=is_head)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _part(
-    out: tl.tensor,
-    lse: tl.tensor,
-    row: tl.tensor,
-    word: tl.tensor,
-    mask: tl.tensor,
-    is_row: tl.tensor,
-    NUM_WORDS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Words [R, W] of some rows of this rank's results, and their log-sum-exps [R]."""
-    words = tl.load(out + row[:, None] * NUM_WORDS + word, mask=mask, other=0)
-    return words, tl.load(lse + row, mask=is_row, other=0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _no_part(
-    sinks: tl.tensor, is_row: tl.tensor, ROWS: tl.constexpr, WORDS: tl.constexpr, HAS_SINKS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What parts are added to: both numbers of each word [R, W], the highest score and the weights [R]."""
-    most = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row without keys has weights of 0
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        most = tl.load(sinks, mask=is_row, other=-1e30).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    low = tl.zeros([ROWS, WORDS], tl.float32)
-    high = tl.zeros([ROWS, WORDS], tl.float32)
-    return low, high, most, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_part(
-    found: tl.tensor,
-    lse: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    most: tl.tensor,
-    total: tl.tensor,
-    DTYPE: tl.constexpr,
-    LOG2: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Add a part to what was merged: words [R, W], of which `low` and `high` are the numbers, and log-sum-exps [R]."""
-    score = lse.to(tl.float32, bitcast=True) * LOG2
-    new = tl.maximum(most, score)
-    before, weight = tl.exp2(most - new), tl.exp2(score - new)
-    # What a part without keys holds may be anything finite.
-    low = low * before[:, None] + low_of(found, DTYPE) * weight[:, None]
-    high = high * before[:, None] + high_of(found, DTYPE) * weight[:, None]
-    return low, high, new, total * before + weight
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged(low: tl.tensor, high: tl.tensor, total: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Words [R, W] of the mean, 0 without keys."""
-    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
-    return pair_of(low * inverse, high * inverse, DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_packed"])  # type: ignore[untyped-decorator]
@@ -314,19 +262,19 @@ def _merge(
     word = tl.arange(0, WORDS)[None, :]
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (word < NUM_WORDS)
-    low, high, most, total = _no_part(sinks + head, is_head, HEADS, WORDS, HAS_SINKS)
+    low, high, most, total = no_part(sinks + head, is_head, HEADS, WORDS, HAS_SINKS)
     if IS_EARLY:
         gdc_launch_dependents()
         gdc_wait()
     if HAS_OWN:
-        found, lse = _part(own_out, own_lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
-        low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, OWN_LOG2)
+        found, lse = part_of(own_out, own_lse, token * NUM_HEADS + head, word, mask, is_head, NUM_WORDS)
+        low, high, most, total = add_part(found, lse, low, high, most, total, DTYPE, OWN_LOG2)
     for part in tl.static_range(NUM_PARTS):
         row = packed + ((part * num_packed + token) * NUM_HEADS + head) * (NUM_WORDS + 1)
         found = tl.load(row[:, None] + word, mask=mask, other=0)
         lse = tl.load(row + NUM_WORDS, mask=is_head, other=0)
-        low, high, most, total = _add_part(found, lse, low, high, most, total, DTYPE, 1.4426950408889634)
-    words = _merged(low, high, total, DTYPE)
+        low, high, most, total = add_part(found, lse, low, high, most, total, DTYPE, 1.4426950408889634)
+    words = merged_words(low, high, total, DTYPE)
     tl.store(out + (token * NUM_HEADS + head)[:, None] * NUM_WORDS + word, words, mask=mask)
 
 
@@ -372,18 +320,18 @@ def _exchange_and_merge(
         first = (row // SHARE * SIZE).to(tl.int64) * SHARE + head  # of rank 0
         for step in tl.static_range(1, SIZE):
             to = (rank + step) % SIZE
-            words, bits = _part(out, lse, first + to * SHARE, word, mask, is_row, NUM_WORDS)
+            words, bits = part_of(out, lse, first + to * SHARE, word, mask, is_row, NUM_WORDS)
             send(words, peers, to, rank, number, place, mask, SIZE, PROGRAMS, WORDS)
             send(bits, peers, to, rank, number, lse_place, is_row, SIZE, PROGRAMS, WORDS)
-        low, high, most, total = _no_part(sinks + head, is_row, ROWS, ROW_WORDS, HAS_SINKS)
-        words, bits = _part(out, lse, first + rank * SHARE, word, mask, is_row, NUM_WORDS)
-        low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
+        low, high, most, total = no_part(sinks + head, is_row, ROWS, ROW_WORDS, HAS_SINKS)
+        words, bits = part_of(out, lse, first + rank * SHARE, word, mask, is_row, NUM_WORDS)
+        low, high, most, total = add_part(words, bits, low, high, most, total, DTYPE, LOG2)
         for step in tl.static_range(1, SIZE):
             sender = (rank + step) % SIZE
             # Words last: all warps wait for each other there. Before that, none may send what replaces them.
             bits = receive(peers, sender, rank, number, lse_place, is_row, limit_ns, SIZE, PROGRAMS, WORDS)
             words = receive(peers, sender, rank, number, place, mask, limit_ns, SIZE, PROGRAMS, WORDS)
-            low, high, most, total = _add_part(words, bits, low, high, most, total, DTYPE, LOG2)
+            low, high, most, total = add_part(words, bits, low, high, most, total, DTYPE, LOG2)
         at = row.to(tl.int64)[:, None] * NUM_WORDS + word
-        tl.store(merged + at, _merged(low, high, total, DTYPE), mask=mask)
+        tl.store(merged + at, merged_words(low, high, total, DTYPE), mask=mask)
     tl.store(numbers + program, number)

@@ -97,13 +97,14 @@ class Passing:
         keys: of each chunk.
         page_len: tokens per page of the buffer.
         num_pages: of the buffer.
+        exchange: of the step.
         asking: the rows that pass queries, as a step of their own; None for none. The same rows on every rank.
     """
 
     def __init__(self, layout: StepLayout, space: str, moved: PassedBytes | None) -> None:
         inputs, places = layout.inputs, layout.inputs.places[space]
         assert isinstance(inputs.exchange, TokenExchange), "a step with chunks splits tokens over cp"
-        self._exchange, self._places = inputs.exchange, places
+        self.exchange, self._places = inputs.exchange, places
         self.page_len = places.page_size // places.cp_size
         with_keys = [chunk for chunk in layout.chunks if _passes_keys(chunk, places.pages, places.page_size, moved)]
         sent = [_cached_pages(chunk, places.pages, places.page_size) for chunk in with_keys]
@@ -134,7 +135,18 @@ class Passing:
         Returns:
             [num_pages, page_len, sum of H, D].
         """
-        every, has_new = self._exchange.start(*new)
+        every, has_new = self.exchange.start(*new)
+        return self.fill(every, has_new, pack, write)
+
+    def fill(
+        self,
+        every: Tensor,
+        has_new: Callable[[], None],
+        pack: Callable[[Tensor, Tensor], None],
+        write: Callable[[Tensor], None],
+    ) -> Tensor:
+        """`gather` with new tokens that are on their way: [cp * padded_len, sum of H, D], as `TokenExchange.start` has
+        them, complete when `has_new` was called."""
         buffer = every.new_empty((self.num_pages, self.page_len, *every.shape[1:]))
         if self._reads_new:
             has_new()
@@ -166,10 +178,23 @@ class Passing:
         Returns:
             [T_local, H, D]
         """
-        out, lse = part
-        answers = asking.combine(cached, (self.asked(out), self.asked(lse)), sinks, is_log2=is_log2)
+        own = self.asked(part[0]), self.asked(part[1])
+        return self.settled(part, asking.combine(cached, own, sinks, is_log2=is_log2), sinks, is_log2=is_log2)
+
+    def settled(self, part: Part, answers: Tensor, sinks: Tensor | None, *, is_log2: bool) -> Tensor:
+        """Put the results of the rows that pass queries, merged, beside those of the other rows.
+
+        Args:
+            part: this rank's queries against the buffer, [T_local, H, D]; may be written.
+            answers: for `asked` tokens.
+            sinks: [H] or None.
+            is_log2: whether log-sum-exps are to base 2.
+        Returns:
+            [T_local, H, D]
+        """
         if self._are_all_asking:
             return answers
+        out, lse = part
         if sinks is not None:
             out = merge([out], (lse * math.log(2) if is_log2 else lse)[None], sinks)
         out[self._asked] = answers
@@ -181,7 +206,7 @@ class Passing:
             return Started(lambda: None, lambda: True)
         sent = buffer.new_empty((self._num_sent, *buffer.shape[1:]))
         pack(self._sent, sent)
-        return self._exchange.cp.iall_gather(sent, out=buffer[: size * self._num_sent].unflatten(0, (size, -1)))
+        return self.exchange.cp.iall_gather(sent, out=buffer[: size * self._num_sent].unflatten(0, (size, -1)))
 
     def _laid_out(
         self, chunks: Sequence[Chunk], with_keys: Sequence[Chunk], num_sent: Sequence[int]
@@ -204,7 +229,7 @@ class Passing:
 
     def _slots_of_new(self) -> NDArray[np.int64]:
         """Slot of each gathered new token; those of padding and of single tokens share the last page."""
-        exchange = self._exchange
+        exchange = self.exchange
         slots = np.full(exchange.cp.size * exchange.padded_len, (self.num_pages - 1) * self.page_len, np.int64)
         for keys in self.keys:
             slots[exchange.order[keys.chunk.tokens]] = keys.new_slots(self.page_len)

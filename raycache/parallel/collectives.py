@@ -16,6 +16,7 @@ from torch import Tensor
 from raycache.errors import RankLostError
 
 if TYPE_CHECKING:
+    from raycache.parallel.copy_exchange import CopyExchange
     from raycache.parallel.peer_memory import PeerMemory
 
 
@@ -71,6 +72,11 @@ class Group:
     def peer_memory(self, num_bytes: int) -> PeerMemory | None:
         """Memory for a kernel that exchanges tensors itself, `num_bytes` from each member to each other one; None if
         there is none, or another transport is faster. The same on all members."""
+        return None
+
+    def copies(self, area_bytes: int) -> CopyExchange | None:
+        """Exchange by copy engines of up to `area_bytes` from each member to each other one; None if there is none. The
+        same on all members. Collective, and blocks, if it is for more bytes than before."""
         return None
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from collections.abc import Callable
 from functools import cache
 from queue import Empty, Queue
@@ -21,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs d
 
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Started, TorchGroup
+from raycache.parallel.copy_exchange import CopyExchange, CudaCopyStream, memory_bytes
 from raycache.parallel.peer_memory import PeerMemory
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class PeerGroup(TorchGroup):
         super().__init__(backend, rank=memory.rank, size=memory.size, transport=PEER_MEMORY)
         self.memory = memory
         self.most_bytes = most_bytes
+        self._copies: CopyExchange | None = None
+        self._copied_bytes = 0  # asked for, whether there are copies or not
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if not 0 < tensor.nbytes <= self.most_bytes or tensor.dtype not in _kernels().SUMMED:
@@ -72,6 +76,17 @@ class PeerGroup(TorchGroup):
 
     def peer_memory(self, num_bytes: int) -> PeerMemory | None:
         return self.memory if num_bytes <= self.most_bytes else None
+
+    def copies(self, area_bytes: int) -> CopyExchange | None:
+        if area_bytes > self._copied_bytes:
+            self._copied_bytes = area_bytes
+            self._copies = _new_copies(self, area_bytes)
+        return self._copies
+
+    def close(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
+        super().close()
 
     def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
         if not 0 < tensor.nbytes <= self.most_bytes or tensor.nbytes % _ALIGNED:
@@ -127,7 +142,7 @@ def with_peers(
         problem = _first_line(cause)
     # Nobody waits to map the memory of a member that has none.
     if _all(group, memory is not None, device) and memory is not None:
-        problem = _map(memory, timeout_s=limit_s / 2)
+        problem = _within(limit_s / 2, memory.map)
         if _all(group, not problem, device):
             try:
                 return _checked(group, PeerGroup(backend, memory, most_bytes=_SIZES[-1]), name=name)
@@ -136,22 +151,66 @@ def with_peers(
     return _without(group, name, problem or "another member cannot map the memory of its peers")
 
 
-def _map(memory: PeerMemory, *, timeout_s: float) -> str:
-    """Map the memory; returns the problem, or "". On a thread that can be abandoned: torch waits without a deadline."""
+def _within(timeout_s: float, work: Callable[[], None]) -> str:
+    """Map memory; returns the problem, or "". On a thread that can be abandoned: torch waits without a deadline."""
     outcome: Queue[str] = Queue()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            memory.map()
+            work()
             outcome.put("")
-        except RuntimeError as cause:
+        except (AttributeError, OSError, RuntimeError) as cause:
             outcome.put(_first_line(cause))
 
-    Thread(target=work, name="peer memory", daemon=True).start()
+    Thread(target=run, name="peer memory", daemon=True).start()
     try:
         return outcome.get(timeout=timeout_s)
     except Empty:
         return f"not mapped within {timeout_s:.0f} s"
+
+
+def _new_copies(peers: PeerGroup, area_bytes: int) -> CopyExchange | None:
+    """Exchange by copy engines if all members have one that works; None otherwise, which is logged. Collective."""
+    memory, made = peers.memory, list[CopyExchange]()
+    device, limit_s = memory.device, memory.limit_ns / 1e9
+
+    def make() -> None:
+        memories = memory.share(memory_bytes(area_bytes, size=memory.size))
+        made.append(CopyExchange(memory.rank, memories, CudaCopyStream(device)))
+
+    _all(peers, True, device)  # no member still uses the memory that the new one replaces
+    problem = _within(limit_s / 2, make)
+    if _all(peers, not problem, device):
+        problem = _problem_of(made[0], memory.rank, device, limit_s=limit_s / 2)
+        if _all(peers, not problem, device):
+            _log.info("copy engines exchange up to %d MiB between members", area_bytes >> 20)
+            return made[0]
+    _log.warning("large tensors are exchanged by NCCL: %s", problem or "copies of another member fail")
+    return None
+
+
+def _problem_of(copies: CopyExchange, rank: int, device: torch.device, *, limit_s: float) -> str:
+    """What is wrong after some exchanges of numbers; "" for nothing. Collective."""
+    numbers, are_right = torch.arange(copies.area_bytes // 8, device=device), []
+    try:
+        for i in range(4):
+            for member in copies.others:
+                copies.send(member, numbers + (i - rank))
+            copies.receive()
+            for member in copies.others:
+                (found,) = copies.received(member, (tuple(numbers.shape), numbers.dtype))
+                are_right.append((found == numbers + (i - member)).all())
+        done = torch.cuda.current_stream(device).record_event()
+        deadline = time.monotonic() + limit_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                copies.close()
+                return f"copies have not arrived within {limit_s:.0f} s"
+            time.sleep(0.001)
+        return "" if all(are_right) else "copies are wrong"
+    except RuntimeError as cause:
+        copies.close()
+        return _first_line(cause)
 
 
 def _checked(group: TorchGroup, peers: PeerGroup, *, name: str) -> TorchGroup:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # its stubs do not export the stores
 
 PROGRAMS = 128
@@ -49,6 +50,7 @@ class PeerMemory:
         torch.cuda.synchronize(device)
         self._name = name
         self._mapped: Any = None
+        self._shared: tuple[Any, ...] = ()
         self.peers = torch.empty(0, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
@@ -63,3 +65,24 @@ class PeerMemory:
         torch.cuda.set_device(self.device)
         self._mapped = _SymmetricMemory.rendezvous(self._own, self._name)
         self.peers = torch.tensor(self._mapped.buffer_ptrs, dtype=torch.int64, device=self.device)
+
+    def share(self, num_bytes: int) -> list[Tensor]:
+        """Allocate more memory and map that of all members; what an earlier call gave must not be used any more.
+        Collective; may block for longer than the store's timeout.
+
+        Returns:
+            uint8 [num_bytes] of each member, zero; valid as long as this object.
+
+        Raises:
+            RuntimeError: there is not enough memory, or a member did not come in time.
+        """
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        torch.cuda.set_device(self.device)
+        self._shared = ()
+        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device, self._name).zero_()
+        # No member may write before all have zeroed their memory.
+        torch.cuda.synchronize(self.device)
+        mapped = _SymmetricMemory.rendezvous(own, self._name)
+        self._shared = own, mapped
+        return [mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size)]

@@ -35,7 +35,8 @@ def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBac
     if not obstacle:
         from raycache.attention.flashinfer import FlashInferBackend
 
-        return FlashInferBackend(device, max_pages=-(-deployment.max_model_len // config.page_size))
+        pages = -(-deployment.max_model_len // config.page_size)
+        return FlashInferBackend(device, max_pages=pages, max_tokens=deployment.max_step_tokens)
     if config.attention == "flashinfer":
         raise ConfigError(f"attention=flashinfer cannot be used: {obstacle}; or set attention=torch")
     if device.type == "cuda":

@@ -134,6 +134,18 @@ class TokenExchange:
         every = sent.new_empty((self.cp.size, *sent.shape))
         return every.flatten(0, 1), self.cp.iall_gather(sent, out=every)
 
+    def placed(self, *parts: Tensor) -> Tensor:
+        """This rank's tensors [T_local, H, D] side by side in the place where `start` gathers them:
+        [cp, padded_len, sum of H, D]; nothing else is written."""
+        first, heads = parts[0], sum(part.shape[1] for part in parts)
+        every = first.new_empty((self.cp.size, self.padded_len, heads, *first.shape[2:]))
+        torch.cat(parts, dim=1, out=every[self.cp.rank, : self.num_local])
+        return every
+
+    def num_tokens(self, rank: int) -> int:
+        """Tokens of a cp rank."""
+        return sum(map(len, self.locals_[rank]))
+
     def gather(self, local: Tensor) -> Tensor:
         if self.cp.size == 1:
             return local

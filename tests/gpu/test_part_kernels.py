@@ -66,6 +66,27 @@ def test_parts_of_some_tokens_are_merged_as_in_torch(
     assert found.shape == wanted.shape and float((found.double() - wanted).abs().max()) <= bound
 
 
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 32, 128), (7, 12, 64), (130, 6, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_others", [1, 3])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_parts_that_are_apart_in_memory_are_merged_as_in_torch(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, num_others: int, has_sinks: bool
+) -> None:
+    from raycache.attention.merge_kernels import merge_apart
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    outs = torch.randn(num_others + 2, tokens + 3, heads, dim, device="cuda", generator=generator).to(dtype)[:, :tokens]
+    lses = 5 * torch.randn(num_others + 2, tokens + 5, heads, device="cuda", generator=generator)[:, :tokens]
+    lses[0, ::2] = -torch.inf  # no keys on this rank
+    lses[-1, 0] = -torch.inf  # nor on another one
+    sinks = torch.randn(heads, device="cuda", generator=generator).to(dtype) if has_sinks else None
+    wanted = merge(outs.double(), lses.double() * math.log(2), None if sinks is None else sinks.double())
+    found = merge_apart((outs[0], lses[0]), (outs[1], lses[1]), (outs[2:], lses[2:]), sinks)
+    bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
+    assert float((found.double() - wanted).abs().max()) <= bound
+
+
 def test_rows_without_keys_on_any_rank_are_finite() -> None:
     from raycache.attention import part_kernels
 

@@ -61,7 +61,9 @@ def test_the_table_of_a_decode_batch_is_that_of_its_rows(case: Case) -> None:
         pages = inputs.places[FULL].pages
         for lens in (pages.cached, pages.total):
             found = decode_table(pages, lens, page_len=case.share)
-            wanted = page_table(pages, range(len(case.rows)), lens, inputs=inputs.rows, page_len=case.share)
+            wanted = page_table(
+                pages, range(len(case.rows)), lens, queries=[row.tokens for row in inputs.rows], page_len=case.share
+            )
             assert found.tokens == wanted.tokens
             assert found.page_len == wanted.page_len
             for name in ("queries", "indptr", "ids", "lens", "last"):
@@ -73,7 +75,9 @@ def test_a_table_has_the_pages_of_the_cached_tokens(case: Case, data: st.DataObj
     for inputs in inputs_of(case):
         places = inputs.places[FULL]
         rows = sorted(data.draw(st.sets(st.sampled_from(range(len(case.rows))), min_size=1)))
-        table = page_table(places.pages, rows, places.pages.cached, inputs=inputs.rows, page_len=case.share)
+        table = page_table(
+            places.pages, rows, places.pages.cached, queries=[row.tokens for row in inputs.rows], page_len=case.share
+        )
         expected = [token for row in rows for token in inputs.rows[row].tokens]
         assert indices(table.tokens, inputs.num_tokens) == expected
         for i, row in enumerate(rows):

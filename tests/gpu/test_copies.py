@@ -1,0 +1,214 @@
+"""Exchanges by copy engines on two GPUs: of any sizes, without a peer, and beside attention, against NCCL's way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raycache.attention import flashinfer_copied
+from raycache.config import Config
+from raycache.gang.processes import RankProcess, meet_here
+from raycache.memory.component import FULL, kv
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.copy_exchange import CopyExchange
+from raycache.parallel.peer_group import PeerGroup
+from raycache.rank.member import Invitation
+from tests.oracle.attention import Batch, Case, Seat
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs"),
+]
+
+Work = Callable[[ParallelContext], Any]
+MAX_TOKENS = 8192
+HEADS, KEY_HEADS, DIM = 32, 8, 128
+STEPS = {
+    "chunk": [(40_960, 8192)],
+    "chunks": [(9000, 1500), (300, 2100), (20_000, 77), (5000, 900)],
+    "chunk beside decodes": [(700, 1), (30_000, 4000), (1100, 1), (64, 1), (2000, 33)],
+    "new prompt beside": [(0, 1500), (30_001, 3001)],
+    "again": [(40_960, 5003)],
+}
+"""(cached, new tokens) of each row."""
+ERROR = 0.004
+"""Of results merged in another order, in bfloat16."""
+
+
+def each_rank(work: str, *, timeout_s: float = 60.0) -> list[Any]:
+    """What a function of this module returns on every rank, each in a process of its own."""
+    size = min(torch.cuda.device_count(), 4)
+    config = Config(model="none", cp=size, dummy_weights=True, rank_timeout_s=timeout_s)
+    meeting, invitations = meet_here(config, device_type="cuda")
+    ranks = [RankProcess(run_rank, invitation) for invitation in invitations]
+    try:
+        for rank in ranks:
+            rank.send(work)
+        return [rank.receive() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+        meeting.board.unlink()
+
+
+def run_rank(connection: Connection, invitation: Invitation) -> None:
+    work: Work = globals()[connection.recv()]
+    handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
+    spec, device = invitation.spec, torch.device(invitation.spec.device)
+    torch.cuda.set_device(device)
+    split = invitation.config.split
+    ctx = ParallelContext.join(
+        split, rank=spec.rank, host=spec.host, device=device, handles=handles, epoch=1, has_peer_memory=True
+    )
+    assert isinstance(ctx.cp, PeerGroup)
+    with torch.inference_mode():
+        connection.send(work(ctx))
+    connection.recv()
+
+
+def copies_of(ctx: ParallelContext, area_bytes: int) -> CopyExchange:
+    copies = ctx.cp.copies(area_bytes)
+    assert copies is not None, "see the warnings in the log"
+    return copies
+
+
+def messages_of_random_sizes(ctx: ParallelContext) -> int:
+    """How many were wrong; the areas become larger in between."""
+    wrong, chosen = torch.zeros((), dtype=torch.int64, device=ctx.device), random.Random(3)
+    for area_bytes in (1 << 20, 40 << 20):
+        copies = copies_of(ctx, area_bytes)
+        for number in range(100):
+            # Of every pair of members, drawn in the same order on all.
+            sizes = {
+                (one, other): chosen.choice([0, 1, 1000, area_bytes // 8])
+                for one in range(ctx.cp.size)
+                for other in range(ctx.cp.size)
+            }
+            for to in copies.others:
+                copies.send(to, message(ctx.cp.rank, to, number, sizes, ctx.device))
+            copies.receive()
+            for sender in copies.others:
+                wanted = message(sender, ctx.cp.rank, number, sizes, ctx.device)
+                (found,) = copies.received(sender, (tuple(wanted.shape), wanted.dtype))
+                wrong += (found != wanted).any()
+    return int(wrong)
+
+
+def message(sender: int, to: int, number: int, sizes: dict[tuple[int, int], int], device: torch.device) -> Tensor:
+    return torch.arange(sizes[sender, to], device=device) * (1 + sender) + 10 * number + to
+
+
+def seconds_until_a_missing_peer_is_given_up(ctx: ParallelContext) -> float:
+    """Rank 0 waits for the others, which send nothing, and leaves."""
+    copies = copies_of(ctx, 1 << 20)
+    if ctx.cp.rank:
+        return 0.0
+    for to in copies.others:
+        copies.send(to, torch.ones(8, device=ctx.device))
+    copies.receive()
+    stream, begin_s = torch.cuda.current_stream(ctx.device), time.monotonic()
+    time.sleep(1)
+    assert not stream.query()
+    ctx.cp.close()
+    stream.synchronize()
+    return time.monotonic() - begin_s
+
+
+class Rounds:
+    """Several layers of each step, one after the other, on this rank."""
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        from raycache.attention.flashinfer import FlashInferBackend
+
+        self._ctx = ctx
+        self._backend = FlashInferBackend(ctx.device, max_pages=1024, max_tokens=MAX_TOKENS)
+
+    def results(self, name: str, *, num_layers: int = 4) -> list[Tensor]:
+        """Of each layer, [T_local, H, D]; and of the keys that were written."""
+        case = Case(
+            STEPS[name], cp=self._ctx.cp.size, share=64 // self._ctx.cp.size, dtype=torch.bfloat16, device="cuda"
+        )
+        component = kv("kv", (0,), heads=KEY_HEADS, dim=DIM, fmt=case.fmt)
+        seat = Seat(Batch(case), self._ctx, [component])
+        view, found = seat.pool.kv(0), []
+        step = self._backend.plan(seat.inputs)
+        generator = torch.Generator(self._ctx.device).manual_seed(7)
+        seeded = torch.Generator(self._ctx.device).manual_seed(9 + self._ctx.cp.rank)
+        for layer in range(num_layers):
+            for pages in (view.k, view.v):
+                pages.copy_(torch.randn(pages.shape, device=self._ctx.device, generator=generator))
+            shape = len(seat.inputs.ids), HEADS + 2 * KEY_HEADS, DIM
+            qkv = torch.randn(shape, device=self._ctx.device, generator=seeded).bfloat16() * (1 + 0.2 * layer)
+            q, k, v = qkv.split([HEADS, KEY_HEADS, KEY_HEADS], 1)
+            found.append(step.attend(view, q, k, v, scale=DIM**-0.5, sinks=None))
+        slots = seat.inputs.places[FULL].slots
+        return [*found, view.k.flatten(0, 1)[slots].clone()]
+
+
+def largest_differences(ctx: ParallelContext) -> dict[str, float]:
+    """Between copy engines and NCCL, of all layers of each step, relative; each way runs all steps in a row."""
+    rounds, copies = Rounds(ctx), PeerGroup.copies
+    by_copies = {name: rounds.results(name) for _ in range(2) for name in STEPS}
+    assert ctx.cp.copies(1) is not None, "see the warnings in the log"
+    PeerGroup.copies = lambda self, area_bytes: None  # type: ignore[method-assign]
+    by_nccl = {name: rounds.results(name) for name in STEPS}
+    PeerGroup.copies = copies  # type: ignore[method-assign]
+    return {
+        name: max(
+            float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-9))
+            for one, other in zip(by_copies[name], by_nccl[name], strict=True)
+        )
+        for name in STEPS
+    }
+
+
+def times_of_layers(ctx: ParallelContext) -> tuple[float, float]:
+    """Milliseconds of a late layer's attention by copy engines and by NCCL, of the largest step."""
+    found = []
+    for least in (flashinfer_copied.LEAST_BYTES, 1 << 60):
+        flashinfer_copied.LEAST_BYTES = least
+        rounds = Rounds(ctx)
+        rounds.results("chunk", num_layers=2)
+        case = Case(STEPS["chunk"], cp=ctx.cp.size, share=64 // ctx.cp.size, dtype=torch.bfloat16, device="cuda")
+        seat = Seat(Batch(case), ctx, [kv("kv", (0,), heads=KEY_HEADS, dim=DIM, fmt=case.fmt)])
+        step, view = rounds._backend.plan(seat.inputs), seat.pool.kv(0)
+        view.k.normal_(), view.v.normal_()
+        count = len(seat.inputs.ids)
+        q, k, v = (torch.randn(count, n, DIM, device=ctx.device).bfloat16() for n in (HEADS, KEY_HEADS, KEY_HEADS))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for layer in range(25):
+            if layer == 5:
+                begin.record()
+            step.attend(view, q, k, v, scale=DIM**-0.5, sinks=None)
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 20)
+    return found[0], found[1]
+
+
+def test_messages_of_all_sizes_arrive_whole() -> None:
+    assert each_rank("messages_of_random_sizes") == [0] * min(torch.cuda.device_count(), 4)
+
+
+def test_a_rank_that_leaves_does_not_wait_for_a_missing_peer() -> None:
+    assert each_rank("seconds_until_a_missing_peer_is_given_up")[0] < 10
+
+
+def test_attention_beside_copies_is_that_beside_nccl() -> None:
+    for found in each_rank("largest_differences"):
+        print(found)
+        assert all(difference < ERROR for difference in found.values()), found
+
+
+def test_a_late_layer_takes_less_time_than_with_nccl() -> None:
+    for copies_ms, nccl_ms in each_rank("times_of_layers"):
+        print(f"attention of a layer: {copies_ms:.3f} ms by copy engines, {nccl_ms:.3f} ms by NCCL")
+        assert copies_ms < nccl_ms
