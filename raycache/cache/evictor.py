@@ -69,8 +69,10 @@ class Evictor:
     def count(self, node: Node, claims: Claims, *, is_longer: bool) -> None:
         """Count a match that ends at a node; `is_longer`: it found more than the handle covered before."""
         is_counted = is_longer and self._counts_matches
-        node.num_uses += is_counted
-        self.touch(node, claims, is_counted=is_counted)
+        if is_counted:
+            node.num_uses += 1
+        if node.point is not None:
+            self.touch(node, claims, is_counted=is_counted)
 
     def touch(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
         """Count a use of the restore point at the end of a node, if there is one."""
@@ -88,13 +90,26 @@ class Evictor:
         elif isinstance(node, Root):
             del self._trie.roots[node.seed]  # clients choose salts: there may be any number of them
 
-    def evict(self, num_pages: int) -> PageIds:
-        """Evict the last pages of free leaves: `num_pages`, or as many as can be evicted."""
-        return self._give_up(num_pages, is_evicted=True)
+    def evict(self, num_pages: int, *, is_remembered: bool = True) -> PageIds:
+        """Evict the last pages of free leaves.
 
-    def clear(self, num_pages: int) -> PageIds:
-        """Drop pages like `evict`, but without calling `on_leave` and without leaving ghosts."""
-        return self._give_up(num_pages, is_evicted=False)
+        Args:
+            num_pages: how many; fewer are evicted if there are no more.
+            is_remembered: whether to call `on_leave` and to leave ghosts.
+        """
+        given_up: list[PageIds] = []  # list[PageIds]() would build the type at each call
+        missing = num_pages
+        while missing > 0 and (node := self._leaves.first()) is not None:
+            if not node.is_free_leaf:
+                self._leaves.void(node)
+                continue
+            pages = node.pages[-missing:]
+            missing -= len(pages)
+            given_up.append(pages[::-1])
+            if is_remembered and self._on_leave is not None:
+                self._on_leave(_leaving(node, len(pages)))
+            self._drop(node, pages, leaves_ghost=is_remembered)
+        return np.concatenate(given_up) if given_up else NO_PAGES
 
     def evict_point(self, space: str) -> bool:
         """Evict the first restore point in order, because units of `space` are needed; False if there is none."""
@@ -117,7 +132,7 @@ class Evictor:
         for node in reversed(list(first.walk_down())):
             if node.is_free_leaf:  # its subtree was visited before it
                 pages.append(node.pages)
-                self._drop(node, node.pages)
+                self._drop(node, node.pages, leaves_ghost=False)
         return np.concatenate(pages)
 
     def check(self) -> None:
@@ -126,39 +141,22 @@ class Evictor:
         self._leaves.check({node for node in nodes if node.entry})
         self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
 
-    def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
-        given_up: list[PageIds] = []  # list[PageIds]() would build the type at each call
-        missing = num_pages
-        while missing > 0 and (node := self._leaves.first()) is not None:
-            if not node.is_free_leaf:
-                self._leaves.void(node)
-                continue
-            pages = node.pages[-missing:]
-            missing -= len(pages)
-            given_up.append(pages[::-1])
-            if is_evicted and self._on_leave is not None:
-                self._on_leave(_leaving(node, len(pages)))
-            if is_evicted and len(pages) == node.num_pages:
-                self._trie.evicted(node)
-            self._drop(node, pages)
-        return np.concatenate(given_up) if given_up else NO_PAGES
-
-    def _drop(self, node: Node, pages: PageIds) -> None:
+    def _drop(self, node: Node, pages: PageIds, *, leaves_ghost: bool) -> None:
         """Drop the last pages of a free leaf, and the leaf when none is left."""
-        is_whole = len(pages) == node.num_pages
         had_point = node.has_point
-        if node.point is not None and had_point:
-            self._drop_point(node.point, lost="")
-        node.point = None
-        self._listener.dropped(pages)
-        if is_whole or had_point:  # it is worth less without the point
-            self._leaves.void(node)
-        if not is_whole:
-            self._trie.trim(node, len(pages))
+        if node.point is not None:
             if had_point:
+                self._drop_point(node.point, lost="")
+            node.point = None
+        self._listener.dropped(pages)
+        if len(pages) < node.num_pages:
+            self._trie.trim(node, len(pages))
+            if had_point:  # it is worth less without the point
+                self._leaves.void(node)
                 self._leaves.push(node)
             return
-        parent = self._trie.take_off(node)
+        self._leaves.void(node)
+        parent = self._trie.take_off(node, leaves_ghost=leaves_ghost)
         # Only the deepest node of a prefix records uses; it passes them up when it is evicted.
         parent.use(node.last_used, node.claims)
         parent.num_uses += node.num_uses

@@ -83,10 +83,9 @@ class PrefixHandle:
         "was_evicted",
     )
 
-    def __init__(self, node: Node, *, root: bytes, locks: Locks, page_size: int) -> None:
+    def __init__(self, node: Node, length: int, *, root: bytes, locks: Locks, page_size: int) -> None:
         self.root = root
-        self.length = 0
-        self.known_length = 0
+        self.length = self.known_length = length
         self.cut_by = ""
         self.was_evicted = False
         self.node = node
@@ -99,7 +98,8 @@ class PrefixHandle:
     @property
     def point(self) -> RestorePoint | None:
         """The restore point at its end, or None."""
-        return self.node.point if self.node.has_point else None
+        point = self.node.point
+        return None if point is None or point.lost else point
 
     @property
     def parts(self) -> Parts:
@@ -147,8 +147,8 @@ class PrefixHandle:
     def clone(self) -> PrefixHandle:
         """Return an independent lock on the same prefix."""
         assert not self.is_released, "the handle is released"
-        clone = PrefixHandle(self.node, root=self.root, locks=self._locks, page_size=self._page_size)
-        clone.length, clone.known_length, clone.cut_by = self.length, self.known_length, self.cut_by
+        clone = PrefixHandle(self.node, self.length, root=self.root, locks=self._locks, page_size=self._page_size)
+        clone.known_length, clone.cut_by = self.known_length, self.cut_by
         clone.was_evicted, clone.claims = self.was_evicted, self.claims
         return clone
 

@@ -10,7 +10,6 @@ prefixes in the tree have no holes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -36,19 +35,9 @@ class WritePolicy(StrEnum):
     BACK = "write_back"  # when they are evicted
 
 
-@dataclass(slots=True, eq=False)
-class Entered:
-    """Pages that have just entered the tree, for the storage to persist.
-
-    Attributes:
-        pages: new host pages of the sequence.
-        point: the restore point after them, if new.
-        handle: a handle at their end, which the receiver clones to keep it locked.
-    """
-
-    pages: PageIds
-    point: RestorePoint | None
-    handle: PrefixHandle
+OnEnter = Callable[[PrefixHandle, PageIds, RestorePoint | None], None]
+"""Called with pages that have entered the tree and the restore point after them, if new, and a handle at their end,
+which the receiver clones to keep it locked."""
 
 
 class NoHost:
@@ -84,7 +73,7 @@ class HostTier:
         tier: its pages, units and prefix tree.
         num_last: digests of last pages that a restore point needs, at least one.
         num_discarded: prefixes dropped because their data was damaged.
-        on_enter: called with pages that have entered the tree.
+        on_enter: called for the storage to persist what has entered the tree.
     """
 
     is_present = True
@@ -101,7 +90,7 @@ class HostTier:
     ) -> None:
         self.policy = policy
         self.unit_bytes = unit_bytes or {}
-        self.on_enter: Callable[[Entered], None] = lambda entered: None
+        self.on_enter: OnEnter = lambda handle, pages, point: None
         self.page_size = sizes.page_size
         self.tier = Tier(
             sizes, eviction=eviction, on_evict=catalog.drop_pages, on_drop=self._drop_record, listener=listener

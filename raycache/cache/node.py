@@ -87,6 +87,8 @@ class Node(Evictable):
         children: by name.
         locks: number of handles that end here.
         locked_children: number of protected children.
+        num_pages, pages: the page ids of the run, and how many.
+        num_trimmed: pages trimmed off its end, whose samples it keeps.
         place: the place after the samples, to which more ghosts may be attached; None if none ever was.
         point: current or former restore point at its end, or None.
     """
@@ -99,6 +101,8 @@ class Node(Evictable):
         "locks",
         "name",
         "num_pages",
+        "num_trimmed",
+        "pages",
         "parent",
         "place",
         "point",
@@ -127,13 +131,9 @@ class Node(Evictable):
         self.place = place
         self.point: RestorePoint | None = None
         self.num_pages = len(ids)
-        self._ids = ids  # may be longer than the run, as spare capacity
+        self.num_trimmed = 0
+        self.pages = self._ids = ids  # the latter may be longer, as spare capacity
         self.samples = samples
-
-    @property
-    def pages(self) -> PageIds:
-        """Page ids of the run, as a view."""
-        return self._ids if len(self._ids) == self.num_pages else self._ids[: self.num_pages]
 
     @property
     def tail(self) -> bytearray:
@@ -141,15 +141,9 @@ class Node(Evictable):
         return self.samples[self.num_pages * SAMPLE_BYTES :]
 
     @property
-    def has_tail(self) -> bool:
-        """Whether pages were trimmed off its end."""
-        return len(self.samples) > self.num_pages * SAMPLE_BYTES
-
-    @property
     def has_ghosts(self) -> bool:
         """Whether any evicted pages are remembered after the run."""
-        has_tail = len(self.samples) > self.num_pages * SAMPLE_BYTES
-        return has_tail or (self.place is not None and bool(self.place.ghosts))
+        return self.num_trimmed > 0 or (self.place is not None and bool(self.place.ghosts))
 
     @property
     def is_protected(self) -> bool:
@@ -223,8 +217,10 @@ class Node(Evictable):
     def check(self, *, page_bytes: int) -> None:
         """Assert the invariants of a node."""
         assert len(self.key) == self.num_pages * page_bytes, "a node's tokens and pages differ in number"
-        assert len(self.samples) >= self.num_pages * SAMPLE_BYTES, "a node has fewer samples than pages"
-        assert not (self.has_tail and self.children), "a node with children remembers trimmed pages"
+        assert len(self.pages) == self.num_pages, f"{len(self.pages)} page ids, {self.num_pages} counted"
+        num_samples = self.num_pages + self.num_trimmed
+        assert len(self.samples) == num_samples * SAMPLE_BYTES, f"a node does not have {num_samples} samples"
+        assert not (self.num_trimmed and self.children), "a node with children remembers trimmed pages"
         assert self.locks >= 0, "unlocked more often than locked"
         protected = sum(child.is_protected for child in self.children.values())
         assert self.locked_children == protected, f"{self.locked_children} locked children counted, {protected} are"
@@ -242,7 +238,7 @@ class Node(Evictable):
             grown[: self.num_pages] = self.pages
             self._ids = grown
         self._ids[self.num_pages : end] = ids
-        self.num_pages = end
+        self.num_pages, self.pages = end, self._ids[:end]
         self.key += tokens
         self.samples += samples
 
@@ -254,20 +250,23 @@ class Node(Evictable):
         num_pages = size // page_bytes
         front_key, self.key = _cut(self.key, size)
         front_samples, self.samples = _cut(self.samples, num_pages * SAMPLE_BYTES)
-        front = Node(None, front_key, self._ids[:num_pages], front_samples, name=self.name)
+        front = Node(None, front_key, self.pages[:num_pages], front_samples, name=self.name)
         self.name = bytes(self.key[:page_bytes])
-        self._ids = self._ids[num_pages:]
+        self._ids, self.pages = self._ids[num_pages:], self.pages[num_pages:]
         self.num_pages -= num_pages
         return front
 
     def drop_back(self, num_pages: int, *, page_bytes: int) -> None:
         """Drop the last `num_pages` pages, fewer than all; their samples stay."""
         self.num_pages -= num_pages
+        self.num_trimmed += num_pages
+        self.pages = self.pages[: self.num_pages]
         del self.key[-num_pages * page_bytes :]
 
     def forget_tail(self) -> None:
         """Forget pages that were trimmed off the end."""
         del self.samples[self.num_pages * SAMPLE_BYTES :]
+        self.num_trimmed = 0
 
 
 class Root(Node):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raycache.cache.host_tier import Entered, HostTier
+from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import DIGEST_BYTES, unpacked
 from raycache.cache.kv_events import StorageEvents
 from raycache.cache.node import RestorePoint
@@ -84,16 +84,16 @@ class Persists:
         """Note that a restore point was fetched from the storage."""
         point.storage = self._storage
 
-    def enter(self, entered: Entered, *, is_attached: bool) -> None:
+    def enter(self, handle: PrefixHandle, pages: PageIds, point: RestorePoint | None, *, is_attached: bool) -> None:
         """Persist what entered the host, preceded by earlier pages that the storage lacks: a prefix without its
         beginning is never found."""
-        self._is_stored[entered.pages] = False
+        self._is_stored[pages] = False
         if not is_attached:
             return
         if len(self._open) >= MOST_PERSISTS:
-            self.counts["unpersisted_pages"] += len(entered.pages)
+            self.counts["unpersisted_pages"] += len(pages)
             return
-        self.store(entered.handle, entered.point)
+        self.store(handle, point)
 
     def store(self, handle: PrefixHandle, point: RestorePoint | None) -> int:
         """Persist what the storage is not known to have of a host prefix and of a restore point at its end.

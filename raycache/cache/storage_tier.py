@@ -65,7 +65,9 @@ class StorageTier:
         self._attended: list[Callable[[float], bool]] = []
         self._num_unavailable = 0
         self.is_attached = True
-        host.on_enter = lambda entered: self.persists.enter(entered, is_attached=self.is_attached)
+        host.on_enter = lambda handle, pages, point: self.persists.enter(
+            handle, pages, point, is_attached=self.is_attached
+        )
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Tier:
         page_size: tokens per page.
         windows: space -> window, in tokens.
         state_space: name of the space of recurrent states, "" if there is none.
+        has_points: whether prefixes can be resumed only from restore points.
         pages: allocator of the "full" space.
         units: space -> allocator of window pages or state slots.
         tree: cached prefixes.
@@ -61,6 +62,7 @@ class Tier:
         self.pages = PageAllocator(sizes.num_pages)
         self.units = {space: SharedAllocator(count) for space, (_, count) in sizes.windows.items()}
         self.units |= {space: SharedAllocator(count) for space, count in sizes.states.items()}
+        self.has_points = bool(self.units)
         self.held: list[RestorePoint] = []
         self.num_evicted = self.num_points_evicted = 0
         self._on_evict, self._on_drop = on_evict, on_drop
@@ -72,11 +74,6 @@ class Tier:
             on_leave=on_leave,
             listener=listener,
         )
-
-    @property
-    def has_points(self) -> bool:
-        """Whether prefixes can be resumed only from restore points."""
-        return bool(self.units)
 
     @property
     def num_obtainable(self) -> int:
@@ -101,11 +98,11 @@ class Tier:
 
     def take_pages(self, count: int) -> PageIds | None:
         """Take pages, evicted ones if too few are free; None if that is impossible."""
-        if count > self.num_obtainable:
-            return None
         num_free = self.pages.num_free
         if count <= num_free:
             return self.pages.allocate(count)
+        if count > num_free + self.tree.num_evictable:
+            return None
         evicted = self.evict_pages(count - num_free)
         return np.concatenate((evicted, self.pages.allocate(num_free))) if num_free else evicted
 

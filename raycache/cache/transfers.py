@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raycache.cache.evict import Leaving
-from raycache.cache.host_tier import Entered, HostTier, WritePolicy
+from raycache.cache.host_tier import HostTier, WritePolicy
 from raycache.cache.keys import DIGEST_BYTES, PackedDigests, tags_of
 from raycache.cache.moved import Moved
 from raycache.cache.node import RestorePoint
@@ -351,7 +351,7 @@ class Transfers:
             self._moved.count("saved", len(save.pages), {} if point is None else point.parts)
             is_kept = point is not None and host.keep(cursor.saved, point)
             if is_kept or len(entered):
-                host.on_enter(Entered(entered, point if is_kept else None, cursor.saved))
+                host.on_enter(cursor.saved, entered, point if is_kept else None)
         else:
             self._counts["failed_saves"] += 1
             host.give_back(save.pages, point)
@@ -427,6 +427,6 @@ class NoTransfers:
 def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: PackedDigests) -> Batch:
     """Pair up device and host units to move, with the tags of their digests."""
     batch = Batch(space, np.asarray(devices, np.int64), np.asarray(hosts, np.int64), tags_of(digests))
-    num_devices, num_hosts, num_tags = len(batch.devices), len(batch.hosts), len(batch)
+    num_devices, num_hosts, num_tags = len(batch.devices), len(batch.hosts), len(batch.tags)
     assert num_devices == num_hosts == num_tags, f"{space}: {num_devices} devices, {num_hosts} hosts, {num_tags} tags"
     return batch

@@ -119,13 +119,13 @@ class RadixTree:
         Returns:
             Handle of whole pages, possibly none. Release it exactly once.
         """
-        found = self._find(tokens, self.trie.root(root), 0)
-        node, claims = found[0], self._eviction.claims_of(priority, until_s)
-        handle = PrefixHandle(node, root=root, locks=self._locks, page_size=self.page_size)
-        _, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
+        node, length, known_length, cut_by, was_evicted = self._find(tokens, self.trie.root(root), 0)
+        claims = self._eviction.claims_of(priority, until_s)
+        handle = PrefixHandle(node, length, root=root, locks=self._locks, page_size=self.page_size)
+        handle.known_length, handle.cut_by, handle.was_evicted = known_length, cut_by, was_evicted
         handle.claims = claims
         node.use(now, claims)
-        self._evictor.count(node, claims, is_longer=handle.length > 0)
+        self._evictor.count(node, claims, is_longer=length > 0)
         return handle
 
     def match_lengths(
@@ -158,8 +158,9 @@ class RadixTree:
             tokens, now, priority, until_s: as for `match`.
         """
         length, claims = handle.length, self._eviction.claims_of(priority, until_s)
-        found = self._find(tokens, handle.node, length)
-        node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
+        node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = self._find(
+            tokens, handle.node, length
+        )
         handle.move(node, now=now, claims=claims)
         self._evictor.count(node, claims, is_longer=handle.length > length)
 
@@ -265,7 +266,7 @@ class RadixTree:
 
     def clear(self) -> PageIds:
         """Drop and return all unprotected pages; forgets ghosts."""
-        pages = self._evictor.clear(self.num_evictable)
+        pages = self._evictor.evict(self.num_evictable, is_remembered=False)
         self.trie.forget_ghosts()
         return pages
 
@@ -298,8 +299,8 @@ class RadixTree:
             return None
         root, *runs = node.path()
         assert isinstance(root, Root), "the way up ends at a root"
-        handle = PrefixHandle(node, root=root.seed, locks=self._locks, page_size=self.page_size)
-        handle.length = handle.known_length = sum(run.num_pages for run in runs) * self.page_size
+        length = sum(run.num_pages for run in runs) * self.page_size
+        handle = PrefixHandle(node, length, root=root.seed, locks=self._locks, page_size=self.page_size)
         handle.claims = node.claims
         return handle
 
@@ -315,10 +316,8 @@ class RadixTree:
     def _find(self, tokens: PackedTokens, above: Node, length: int) -> _Found:
         """Find the longest match below `above`, the end of a prefix of `length` tokens."""
         node, end = self.trie.walk(above, tokens, length * _TOKEN_BYTES, _limit(tokens, self._page_bytes))
-        known_length, was_evicted = end // _TOKEN_BYTES, False
-        if node.has_ghosts:
-            was_evicted = self.trie.was_evicted(node, bytes(tokens[end : end + self._page_bytes]))
-        cut_by = ""
+        known_length, cut_by = end // _TOKEN_BYTES, ""
+        was_evicted = self.trie.was_evicted(node, bytes(tokens[end : end + self._page_bytes]))
         if self._spaces:
             # Blame the space lost nearest to the end of the match; if no restore point was ever kept, all of them.
             node, end, lost = node.last_point(end, above=above)

@@ -49,14 +49,16 @@ class Trie:
         Returns:
             The last matching node, split so that it ends where the match does, and that offset in bytes.
         """
+        page_bytes = self._page_bytes
         while offset < limit and node.children:
-            child = node.children.get(bytes(tokens[offset : offset + self._page_bytes]))
+            child = node.children.get(bytes(tokens[offset : offset + page_bytes]))
             if child is None:
                 break
-            size = len(child.key)
+            node, size = child, len(child.key)
             if size > STRIDE_BYTES or offset + size > limit or not tokens.startswith(child.key, offset):
-                size = child.matching_bytes(tokens, offset, limit, page_bytes=self._page_bytes)
-            node = child if size == len(child.key) else self._split(child, size)
+                size = child.matching_bytes(tokens, offset, limit, page_bytes=page_bytes)
+                if size < len(child.key):
+                    node = self._split(child, size)
             offset += size
         return node, offset
 
@@ -64,7 +66,7 @@ class Trie:
         """Whether an uncached page with these tokens (possibly too few) followed a node and was evicted."""
         if len(page) < self._page_bytes:
             return False
-        if node.has_tail:
+        if node.num_trimmed:
             return node.tail.startswith(self.ghosts.samples(page))
         return node.place is not None and self.ghosts.has(node.place, page)
 
@@ -98,24 +100,22 @@ class Trie:
             node.place, start = place, end
         return node
 
-    def evicted(self, node: Node) -> None:
-        """Leave a ghost of a leaf that is about to be evicted, including pages trimmed off its end.
-
-        Takes over the leaf's samples without a copy.
-        """
-        assert node.parent is not None, "roots have no pages"
-        place, max_bytes = self._place_after(node.parent), self.num_pages * self._page_bytes // _GHOST_SHARE
-        self.ghosts.add(place, node.name, node.samples, end=node.place, max_bytes=max_bytes)
-
     def trim(self, node: Node, num_pages: int) -> None:
         """Trim the last pages off a leaf, fewer than all; it keeps their samples."""
         self.num_pages -= num_pages
         node.drop_back(num_pages, page_bytes=self._page_bytes)
 
-    def take_off(self, node: Node) -> Node:
-        """Remove a leaf; returns its parent."""
+    def take_off(self, node: Node, *, leaves_ghost: bool) -> Node:
+        """Remove a leaf; returns its parent.
+
+        Args:
+            leaves_ghost: whether to remember its pages, and those trimmed off its end, as evicted.
+        """
         parent = node.parent
         assert parent is not None and not node.children, "only leaves can be removed"
+        if leaves_ghost:  # takes over the samples without a copy
+            max_bytes = self.num_pages * self._page_bytes // _GHOST_SHARE
+            self.ghosts.add(self._place_after(parent), node.name, node.samples, end=node.place, max_bytes=max_bytes)
         self.num_pages -= node.num_pages
         self.num_nodes -= 1
         del parent.children[node.name]
@@ -177,7 +177,7 @@ class Trie:
 
     def _place_after(self, node: Node) -> Place:
         """The place at a node's end, with all ghosts attached to it."""
-        if node.has_tail:
+        if node.num_trimmed:
             place = Place()
             self.ghosts.add_rest(place, node.tail, end=node.place)
             node.forget_tail()

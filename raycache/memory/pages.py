@@ -26,20 +26,18 @@ _TAKEN_BYTES = np.intp(_TAKEN).tobytes()
 
 
 class PageAllocator:
-    """A stack of the free ids among [0, num_pages); a new one allocates 0, 1, 2, ..."""
+    """A stack of the free ids among [0, num_pages); a new one allocates 0, 1, 2, ...
+
+    Attributes:
+        num_pages, num_free: number of ids, and of those that are free.
+    """
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 0, f"a pool cannot have {num_pages} pages"
-        self.num_pages = num_pages
-        self._num_taken = 0
+        self.num_pages = self.num_free = num_pages
         self._stack = np.arange(num_pages)
         # The second half is for ids up to twice the size of the pool, and down to minus it: they never count as taken.
         self._slot_of = np.concatenate((self._stack, self._stack))
-
-    @property
-    def num_free(self) -> int:
-        """Number of free pages."""
-        return self.num_pages - self._num_taken
 
     @property
     def taken(self) -> PageIds:
@@ -49,9 +47,10 @@ class PageAllocator:
     def allocate(self, count: int) -> PageIds:
         """Take `count` pages, most recently freed first; num_free must suffice."""
         assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} of {self.num_pages} are free"
-        pages = self._stack[self._num_taken : self._num_taken + count]
+        num_taken = self.num_pages - self.num_free
+        pages = self._stack[num_taken : num_taken + count]
         self._slot_of[pages] = _TAKEN
-        self._num_taken += count
+        self.num_free -= count
         return pages.copy()
 
     def free(self, pages: PageIds) -> None:
@@ -60,23 +59,26 @@ class PageAllocator:
         Raises:
             IndexError: a page id is at least twice the size of the pool.
         """
-        if not len(pages):
+        count = len(pages)
+        if not count:
             return
-        count, num_taken = len(pages), self._num_taken - len(pages)
-        assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
+        end = self.num_pages - self.num_free
+        num_taken = end - count
+        assert num_taken >= 0, f"{count} pages freed, but only {end} are taken"
         assert pages.dtype == np.intp, f"page ids are intp, not {pages.dtype}"
         # Compared as bytes, which is faster than arrays. A page that occurs twice keeps the later slot.
         assert self._slot_of[pages].tobytes() == _TAKEN_BYTES * count, f"freed twice, or not of the pool: {pages}"
-        slots = np.arange(num_taken, self._num_taken)
+        slots = np.arange(num_taken, end)
         self._slot_of[pages] = slots
         assert self._slot_of[pages].tobytes() == slots.tobytes(), f"a page is twice in one free: {pages}"
-        self._stack[num_taken : self._num_taken] = pages
-        self._num_taken = num_taken
+        self._stack[num_taken:end] = pages
+        self.num_free += count
 
     def check(self, *, in_use: PageIds, cached: PageIds) -> None:
         """Assert that every page is exactly one of free, in use by a request, or cached by the tree."""
-        free = self._stack[self._num_taken :]
-        slots = np.arange(self._num_taken, self.num_pages)
+        num_taken = self.num_pages - self.num_free
+        free = self._stack[num_taken:]
+        slots = np.arange(num_taken, self.num_pages)
         assert np.array_equal(self._slot_of[free], slots), "the stack and its inverse disagree"
         assert self.num_pages - len(self.taken) == self.num_free, "a taken page has a place on the stack"
         places = np.bincount(np.concatenate((free, in_use, cached)), minlength=self.num_pages)
