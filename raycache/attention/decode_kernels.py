@@ -26,79 +26,85 @@ from raycache.parallel.devices import early
 
 _BLOCK = 64
 """Keys that a program takes at once."""
-_MOST_SPLITS = 32
+_MOST_SPLITS = 64
 _AT_ONCE = 8
 """Partial results that are read at once."""
-_WARPS, _STAGES = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Splitting:
-    """How the keys of a row are split.
+class Rows:
+    """Rows with one query each, and how their keys are split.
 
     Attributes:
+        table: on the device; rows without keys get zeros.
         splits: programs per row and key head, at most; a power of two.
         keys: of a block, a power of two.
+        reads_early: whether no key is written in a step but the last one of each row, which no other row has.
         partial: float32, for the results of programs, [T, Hkv, splits, H / Hkv, D + 2]; any contents. None for one
             split, like `counts`.
         counts: int32 [T * Hkv], zeros, and zeros again when a kernel has ended.
     """
 
+    table: StaticTable
     splits: int
     keys: int
+    reads_early: bool = True
     partial: Tensor | None = None
     counts: Tensor | None = None
 
     @classmethod
-    def whole(cls, window: int) -> Splitting:
+    def whole(cls, table: StaticTable, window: int, *, reads_early: bool = True) -> Rows:
         """For one program that takes the keys of a window at once."""
-        return cls(1, max(16, triton.next_power_of_2(window)))
+        return cls(table, 1, max(16, triton.next_power_of_2(window)), reads_early)
 
     @classmethod
-    def of(cls, num_heads: int, num_programs: int, buffer: Tensor) -> Splitting:
-        """For all keys of a row.
+    def split(
+        cls, table: StaticTable, num_heads: int, num_programs: int, buffer: Tensor, *, reads_early: bool = True
+    ) -> Rows:
+        """For any number of keys.
 
         Args:
             num_heads: T * Hkv.
             num_programs: that run at once.
             buffer: uint8, whose contents may be overwritten.
         """
-        splits = min(triton.next_power_of_2(max(num_programs // num_heads, 1)), _MOST_SPLITS)
-        return cls(
-            splits, _BLOCK, buffer.view(torch.float32), torch.zeros(num_heads, dtype=torch.int32, device=buffer.device)
-        )
+        splits = min(1 << (max(num_programs // num_heads, 1).bit_length() - 1), _MOST_SPLITS)
+        counts = torch.zeros(num_heads, dtype=torch.int32, device=buffer.device)
+        return cls(table, splits, _BLOCK, reads_early, buffer.view(torch.float32), counts)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    table: StaticTable,
-    splitting: Splitting,
+    rows: Rows,
     *,
     scale: float,
     sinks: Tensor | None,
     new: tuple[Tensor, Tensor] | None = None,
     lse: Tensor | None = None,
-    reads_early: bool = True,
 ) -> Tensor:
     """Attention of the last token of each row to the keys of its pages.
 
     Args:
         q: [T, H, D], contiguous in the last dimension.
         k, v: [P, R, Hkv, D], contiguous.
-        table: on the device; rows without keys get zeros.
         sinks: [H], scores of the sinks; None for none.
         new: the last key and value of each row, [T, Hkv, D] each, whose tokens may be apart, to be written to its last
             page; None if they are there.
-        reads_early: whether no key is written in this step but the last one of each row, which no other row has.
         lse: float32 [T, H], gets the log-sum-exp of the scores to base 2, without sinks; -inf without keys.
     Returns:
         New [T, H, D].
     """
     (num_rows, num_heads, dim), (_, page, num_keys, _) = q.shape, k.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    group = num_heads // num_keys
+    group, table = num_heads // num_keys, rows.table
+    assert new is None or (rows.reads_early and new[0][0].is_contiguous() and new[1][0].is_contiguous())
+    new_k, new_v = (q, q) if new is None else new
+    partial, counts = (q if each is None else each for each in (rows.partial, rows.counts))
+    tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
+    pointers = table.indptr, table.lens, table.begins, table.ids, partial, counts
+    strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
     sizes = {
         "DIM": dim,
         "PAGE": page,
@@ -106,23 +112,16 @@ def attend(
         "NUM_QUERIES": group,
         "GROUP": triton.next_power_of_2(group),
         "QUERIES": max(16, triton.next_power_of_2(group)),
-        "KEYS": splitting.keys,
-        "SPLITS": splitting.splits,
-        "AT_ONCE": min(splitting.splits, _AT_ONCE),
+        "KEYS": rows.keys,
+        "SPLITS": rows.splits,
+        "AT_ONCE": min(rows.splits, _AT_ONCE),
         "HAS_SINKS": sinks is not None,
         "HAS_NEW": new is not None,
         "HAS_LSE": lse is not None,
-        "READS_EARLY": reads_early,
+        "READS_EARLY": rows.reads_early,
     }
-    assert reads_early or new is None
-    new_k, new_v = (q, q) if new is None else new
-    assert new is None or (new_k[0].is_contiguous() and new_v[0].is_contiguous()), "heads lie beside each other"
-    partial, counts = (q if each is None else each for each in (splitting.partial, splitting.counts))
-    tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
-    where = table.indptr, table.lens, table.begins, table.ids, partial, counts
-    strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
-    grid = splitting.splits, num_keys, num_rows
-    _attend[grid](*tensors, *where, scale, *strides, **sizes, num_warps=_WARPS, num_stages=_STAGES, **early(q.device))
+    grid = rows.splits, num_keys, num_rows
+    _attend[grid](*tensors, *pointers, scale, *strides, **sizes, **early(q.device))
     return out
 
 
@@ -205,30 +204,23 @@ def _attend(
     shares = tl.where(is_key[None, :], tl.exp2(scores - most[:, None]), 0.0)
     total = tl.sum(shares, 1)
     result = tl.dot(shares.to(values.dtype), values)
-    for start in tl.range(begin, last, KEYS):
-        at = _places(pages, start + key, key >= 0, key_head, feature, DIM, PAGE, NUM_KEY_HEADS)
-        keys, values = tl.load(k + at), tl.load(v + at)
-        scores = tl.dot(queries, tl.trans(keys)) * factor
-        new = tl.maximum(most, tl.max(scores, 1))
-        before, shares = tl.exp2(most - new), tl.exp2(scores - new[:, None])
-        total = total * before + tl.sum(shares, 1)
-        result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
-        most = new
+    result, most, total = _with_keys(
+        result, most, total, queries, k, v, pages, begin, last, key_head, factor, DIM, PAGE, NUM_KEY_HEADS, KEYS
+    )
     used = tl.cdiv(length - first, tl.maximum(each, 1))
     if SPLITS > 1 and used > 1:
-        first_part = (row * NUM_KEY_HEADS + key_head) * SPLITS
-        part = (first_part + split) * NUM_QUERIES + query
+        group = row * NUM_KEY_HEADS + key_head
         stats = partial + tl.num_programs(2).to(tl.int64) * NUM_KEY_HEADS * SPLITS * NUM_QUERIES * DIM
+        part = (group * SPLITS + split) * NUM_QUERIES + query
         tl.store(partial + part[:, None] * DIM + feature[None, :], result, mask=is_query[:, None])
         tl.store(stats + part * 2, most, mask=is_query)
         tl.store(stats + part * 2 + 1, total, mask=is_query)
         tl.debug_barrier()
-        count = counts + row * NUM_KEY_HEADS + key_head
-        if tl.atomic_add(count, 1, sem="acq_rel") == used - 1:
-            tl.store(count, 0)
+        if tl.atomic_add(counts + group, 1, sem="acq_rel") == used - 1:
+            tl.store(counts + group, 0)
             member = tl.arange(0, GROUP)
             every, highest, weights = _merged(
-                partial, stats, first_part, used, member, feature, DIM, NUM_QUERIES, GROUP, AT_ONCE
+                partial, stats, group * SPLITS, used, member, feature, DIM, NUM_QUERIES, GROUP, AT_ONCE
             )
             _store(
                 every,
@@ -296,6 +288,38 @@ def _merged(
             result = result * before[:, None] + values * share[:, None]
             total = total * before + weight * share
             most = new
+    return result, most, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with_keys(
+    result: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    queries: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    pages: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    key_head: tl.tensor,
+    factor: tl.tensor,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add the keys of whole blocks to sums of values [Q, D], highest scores and sums of weights [Q]."""
+    key, feature = tl.arange(0, KEYS), tl.arange(0, DIM)
+    for start in tl.range(begin, end, KEYS):
+        at = _places(pages, start + key, key >= 0, key_head, feature, DIM, PAGE, NUM_KEY_HEADS)
+        keys, values = tl.load(k + at), tl.load(v + at)
+        scores = tl.dot(queries, tl.trans(keys)) * factor
+        new = tl.maximum(most, tl.max(scores, 1))
+        before, shares = tl.exp2(most - new), tl.exp2(scores - new[:, None])
+        total = total * before + tl.sum(shares, 1)
+        result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
+        most = new
     return result, most, total
 
 

@@ -143,17 +143,16 @@ class OneQuery:
         self, kernels: KernelCache, layers: Layers, static: StaticRows, *, is_apart: bool, splits: int = 0
     ) -> None:
         # It needs Triton, which is there on GPU machines only.
-        from raycache.attention.decode_kernels import Splitting
+        from raycache.attention.decode_kernels import Rows
 
-        self.table = StaticTable(static, kernels.device)
-        self.is_apart = is_apart
-        self._layers = layers
-        num_heads = static.num_rows * layers.heads.keys
+        self.table, self.is_apart = StaticTable(static, kernels.device), is_apart
+        self._scale = layers.heads.scale
         if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
-            self._splitting = Splitting.whole(layers.window)
+            self._rows = Rows.whole(self.table, layers.window, reads_early=is_apart)
         else:
+            num_heads = static.num_rows * layers.heads.keys
             num_programs = splits * num_heads if splits else kernels.num_blocks
-            self._splitting = Splitting.of(num_heads, num_programs, kernels.partial)
+            self._rows = Rows.split(self.table, num_heads, num_programs, kernels.partial, reads_early=is_apart)
 
     @staticmethod
     def is_better(layers: Layers, static: StaticRows) -> bool:
@@ -176,18 +175,7 @@ class OneQuery:
         """Queries [T, Hq, D] -> [T, Hq, D]; for `new` and `lse` see `decode_kernels.attend`."""
         from raycache.attention.decode_kernels import attend
 
-        return attend(
-            q,
-            view.k,
-            view.v,
-            self.table,
-            self._splitting,
-            scale=self._layers.heads.scale,
-            sinks=sinks,
-            new=new,
-            lse=lse,
-            reads_early=self.is_apart,
-        )
+        return attend(q, view.k, view.v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse)
 
 
 class FullKernels:

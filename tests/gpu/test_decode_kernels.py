@@ -18,8 +18,8 @@ ERROR = 0.008
 LENGTHS = [1, 17, 0, 64, 65, 300, 1100, 9000]
 
 
-class Rows:
-    """Rows of some lengths, whose pages are in any order."""
+class Pages:
+    """Of rows of some lengths, in any order."""
 
     def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, window: int = 0) -> None:
         counts = [-(-length // PAGE) for length in lengths]
@@ -63,20 +63,20 @@ def check(found: Tensor, right: Tensor) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [((16, 4), 128), ((64, 8), 64), ((16, 2), 256), ((5, 5), 128)])
 @pytest.mark.parametrize("splits", [1, 4, 32])
 def test_rows_of_any_length(splits: int, heads: tuple[int, int], dim: int, has_sinks: bool) -> None:
-    from raycache.attention.decode_kernels import Splitting, attend
+    from raycache.attention.decode_kernels import Rows, attend
 
     torch.manual_seed(splits)
-    rows = Rows(LENGTHS, heads, dim)
+    pages = Pages(LENGTHS, heads, dim)
     sinks = drawn(heads[0]) if has_sinks else None
     num_heads = len(LENGTHS) * heads[1]
     buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
-    splitting = Splitting.of(num_heads, splits * num_heads, buffer)
-    assert splitting.splits == splits
-    right, right_lse = rows.right(0, sinks)
+    rows = Rows.split(pages.table, num_heads, splits * num_heads, buffer)
+    assert rows.splits == splits
+    right, right_lse = pages.right(0, sinks)
     before = None
     for _ in range(20):
-        lse = torch.full(rows.q.shape[:2], 5.0, device="cuda")
-        out = attend(rows.q, rows.k, rows.v, rows.table, splitting, scale=dim**-0.5, sinks=sinks, lse=lse)
+        lse = torch.full(pages.q.shape[:2], 5.0, device="cuda")
+        out = attend(pages.q, pages.k, pages.v, rows, scale=dim**-0.5, sinks=sinks, lse=lse)
         check(out, right)
         torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
         assert before is None or torch.equal(out, before), "the order of a sum differs"
@@ -85,16 +85,18 @@ def test_rows_of_any_length(splits: int, heads: tuple[int, int], dim: int, has_s
 
 @pytest.mark.parametrize("window", [100, 128, 1000])
 def test_windows_with_sinks(window: int) -> None:
-    from raycache.attention.decode_kernels import Splitting, attend
+    from raycache.attention.decode_kernels import Rows, attend
 
-    rows, sinks = Rows(LENGTHS, (64, 8), 64, window), drawn(64)
+    pages, sinks = Pages(LENGTHS, (64, 8), 64, window), drawn(64)
     buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
-    splitting = Splitting.whole(window) if window < 256 else Splitting.of(64, 256, buffer)
-    right, right_lse = rows.right(window, sinks)
+    right, right_lse = pages.right(window, sinks)
     for reads_early in (True, False):
-        lse = torch.empty(rows.q.shape[:2], device="cuda")
-        tensors = rows.q, rows.k, rows.v, rows.table
-        out = attend(*tensors, splitting, scale=0.125, sinks=sinks, lse=lse, reads_early=reads_early)
+        lse = torch.empty(pages.q.shape[:2], device="cuda")
+        if window < 256:
+            rows = Rows.whole(pages.table, window, reads_early=reads_early)
+        else:
+            rows = Rows.split(pages.table, 64, 256, buffer, reads_early=reads_early)
+        out = attend(pages.q, pages.k, pages.v, rows, scale=0.125, sinks=sinks, lse=lse)
         check(out, right)
         torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
 
@@ -103,26 +105,28 @@ def test_windows_with_sinks(window: int) -> None:
 @pytest.mark.parametrize("is_written", [False, True])
 def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window: int) -> None:
     """As in a decode step: many layers in one CUDA graph, each replay with other keys, which their pages have then."""
-    from raycache.attention.decode_kernels import Splitting, attend
+    from raycache.attention.decode_kernels import Rows, attend
     from raycache.attention.page_kernels import write_rows
 
-    layers = [Rows([1, 0, 64, 1100, 2049], (16, 4), 128, window) for _ in range(8)]
+    layers = [Pages([1, 0, 64, 1100, 2049], (16, 4), 128, window) for _ in range(8)]
     buffer = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
-    splitting = Splitting.whole(window) if window else Splitting.of(20, 264, buffer)
+    of_layers = [
+        Rows.whole(pages.table, window) if window else Rows.split(pages.table, 20, 264, buffer) for pages in layers
+    ]
     first = drawn(5, 8, 128)
     some = torch.tensor([0, 2, 3, 4], device="cuda")  # rows with keys
 
     def step() -> list[Tensor]:
         found, kv = [], first
-        for rows in layers:
+        for pages, rows in zip(layers, of_layers, strict=True):
             new = kv[:, :4], kv[:, 4:]
             if not is_written:
                 write_rows(
-                    kv[some, :4], kv[some, 4:], rows.slots[some], to=(rows.k.flatten(0, 1), rows.v.flatten(0, 1))
+                    kv[some, :4], kv[some, 4:], pages.slots[some], to=(pages.k.flatten(0, 1), pages.v.flatten(0, 1))
                 )
             q = kv.repeat(1, 2, 1)
             given = new if is_written else None
-            out = attend(q, rows.k, rows.v, rows.table, splitting, scale=0.08, sinks=None, new=given)
+            out = attend(q, pages.k, pages.v, rows, scale=0.08, sinks=None, new=given)
             found.append(out)
             kv = out[:, :8] * 20 + first
         return found
@@ -137,10 +141,10 @@ def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window:
         first.normal_()
         graph.replay()
         kv = first
-        for rows, out in zip(layers, outs, strict=True):
-            written = rows.k.flatten(0, 1)[rows.slots.long()], rows.v.flatten(0, 1)[rows.slots.long()]
+        for pages, out in zip(layers, outs, strict=True):
+            written = pages.k.flatten(0, 1)[pages.slots.long()], pages.v.flatten(0, 1)[pages.slots.long()]
             for place, wanted in zip(written, (kv[:, :4], kv[:, 4:]), strict=True):
-                assert all(torch.equal(place[row], wanted[row]) for row in range(5) if rows.lengths[row])
-            rows.q, rows.dim = kv.repeat(1, 2, 1), 0.08**-2
-            check(out, rows.right(window, None)[0])
+                assert all(torch.equal(place[row], wanted[row]) for row in range(5) if pages.lengths[row])
+            pages.q, pages.dim = kv.repeat(1, 2, 1), 0.08**-2
+            check(out, pages.right(window, None)[0])
             kv = out[:, :8] * 20 + first

@@ -18,6 +18,7 @@ LIMITS = {"file_lines": 450, "function_lines": 60, "methods": 20}
 EXEMPT: dict[str, set[str]] = {
     "file_lines": set(),
     "function_lines": {
+        "raycache/attention/decode_kernels.py::_attend",
         "raycache/attention/recurrent_plain.py::_scan_plain",
         "raycache/attention/recurrent_triton.py::_convolve",
         "raycache/attention/recurrent_triton.py::_step",
