@@ -64,7 +64,10 @@ class Batch:
         sizes = {FULL: pages}
         pool = DevicePool([self.component], num_layers=1, sizes=sizes, page_size=PAGE, ctx=ctx, has_scratch=True)
         for field in pool.rows(self.component.name).values():
-            field.normal_()
+            if field.dtype == torch.float8_e4m3fn:
+                field.copy_(torch.randn(field.shape, dtype=torch.bfloat16, device=DEVICE))
+            else:
+                field.normal_()
         return pool
 
     def plan(self) -> tuple[StepPlan, PageTables]:
@@ -104,6 +107,18 @@ def times_us(calls: Mapping[str, Run], *, repeats: int) -> dict[str, float]:
             end.synchronize()
             found[name].append(begin.elapsed_time(end) * 200)
     return {name: statistics.median(some[1:]) for name, some in found.items()}
+
+
+def latent_decode_fp8(heads: int, *, rows: int, length: int, repeats: int) -> float:
+    """Us of the backend's step over latents in FP8, recorded."""
+    fmt = CacheFormat("bfloat16", has_fp8_latent=True)
+    batch = Batch([(length - 1, 1)] * rows, latent([0], rank=RANK, rope_dim=ROPE, fmt=fmt))
+    pool = batch.pool()
+    view, q, c, r = pool.latent(0), drawn(rows, heads, PLAIN + ROPE), drawn(rows, RANK), drawn(rows, ROPE)
+    projection = LatentProjection(drawn(heads, PLAIN, RANK), drawn(heads, VALUE, RANK))
+    step, _ = static_step(batch, pool)
+    run = recorded(lambda: step.attend_latent(view, q, c, r, projection, scale=SCALE, selection=None))
+    return times_us({"backend": run}, repeats=repeats)["backend"]
 
 
 def latent_decode(heads: int, *, rows: int, length: int, repeats: int) -> dict[str, float]:
@@ -240,6 +255,7 @@ def main() -> None:
         found = latent_decode(heads, rows=rows, length=length, repeats=args.repeats)
         found["GB/s"] = rows * length * (RANK + ROPE) * 2 / found["kernel"] / 1e3
         found["backend / bare"] = found["backend"] / found["bare"]
+        found["backend, FP8"] = latent_decode_fp8(heads, rows=rows, length=length, repeats=args.repeats)
         figures[f"latent decode, {rows} x {length}, {heads} heads"] = found
     for rows, length in ((64, 4096), (64, 1024), (1, 8192), (256, 1024)):
         found = kv_decode(heads=(32, 8), dim=128, rows=rows, length=length, repeats=args.repeats)

@@ -197,9 +197,9 @@ def wanted_kernels(
                 want(name, "batch_prefill_with_kv_cache", head, swa, end="_kv_stride_equal")
         if "latent" in shapes:
             dims = (shapes["latent"][0], shapes["rope"][0])
-            if dims != LATENT_DIMS or "scale" in shapes:
-                unsupported.append(f"latents of {dims[0]} + {dims[1]}{' in fp8' if 'scale' in shapes else ''}")
-            else:
+            if dims != LATENT_DIMS:
+                unsupported.append(f"latents of {dims[0]} + {dims[1]}")
+            elif "scale" not in shapes:  # those in fp8 have kernels in Triton
                 head = f"head_dim_ckv_{dims[0]}_head_dim_kpe_{dims[1]}_"
                 want("latents", "batch_mla_attention", head, end="_planabi2")
     return kernels, unsupported

@@ -5,6 +5,7 @@ Where FlashInfer has no kernel, the torch backend's step is used, which is logge
     flashinfer_full.py      keys and values         flashinfer_kernels.py  wrappers of the kernels
     flashinfer_latent.py    MLA                     flashinfer_replans.py  plans of CUDA graphs
     flashinfer_selected.py  MLA, selected tokens    flashinfer_tables.py   rows in the layout of the kernels
+    fp8_latent.py           MLA in float8, in Triton
     recurrent_kernels.py    recurrent, in Triton    sparse_kernels.py      sparse indexers, in Triton
     flashinfer_passed.py    keys and values of chunks under cp
     flashinfer_copied.py    the same, with exchanges beside attention
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.attention import fp8_latent
 from raycache.attention.base import Capabilities, LatentProjection, NotRecordableError, Selection
 from raycache.attention.flashinfer_full import FullKernels, Layers
 from raycache.attention.flashinfer_kernels import Heads, KernelCache
@@ -43,7 +45,8 @@ _log = logging.getLogger(__name__)
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIMS = (512, 64)
-EXPANDED_DIMS = (192, 128)
+EXPANDED_DIMS = ((192, 128), *((dim, dim) for dim in HEAD_DIMS))
+"""Features of a head's key and value where keys and values are computed from latents."""
 
 EXPANDED_BYTES = 512 << 20
 """Limit of the keys and values expanded from cached latents at a time. Each piece costs a pass over the chunk's
@@ -138,13 +141,15 @@ class FlashInferStep:
         selection: Selection | None,
     ) -> Tensor:
         """Latents."""
-        reason = _why_not_latent(view, q, projection)
+        reason = _why_not_latent(view, q)
         if isinstance(selection, SlotChoice):
             if reason is None:
                 kernels = self._selected_plan(_latent_layers(view, q, projection, scale), selection)
                 return kernels.attend(view, q, latent, rope, projection, selection)
             self._leave_to_torch(reason)
             return attend_choice(self._layout, view, q, latent, rope, projection, selection, scale=scale)
+        if reason is None and self._layout.chunks:
+            reason = _why_not_expanded(q, projection)
         if reason is None and selection is not None and not _sees_all(selection):
             reason = "a selection that torch made"
         if reason is not None:
@@ -242,20 +247,32 @@ def _why_not_full(view: KVView, q: Tensor) -> str | None:
     return None
 
 
-def _why_not_latent(view: LatentView, q: Tensor, projection: LatentProjection) -> str | None:
-    """What of a layer has no kernel, or None."""
+def _why_not_latent(view: LatentView, q: Tensor) -> str | None:
+    """What of a layer has no kernel, or None, where all queries are absorbed."""
     stored = view.pages[0].dtype
-    if q.dtype not in HALF_TYPES or stored != q.dtype:
+    if q.dtype not in HALF_TYPES or stored not in (q.dtype, torch.float8_e4m3fn):
         return f"latent attention in {q.dtype} over a cache in {stored}"
-    if (view.rank, view.rope_dim) != LATENT_DIMS or (q.shape[2], projection.value.shape[1]) != EXPANDED_DIMS:
-        return f"latents of {view.rank} and {view.rope_dim} for heads of {q.shape[2]} and {projection.value.shape[1]}"
+    if (view.rank, view.rope_dim) != LATENT_DIMS:
+        return f"latents of {view.rank} and {view.rope_dim}"
+    if stored != q.dtype and (why := fp8_latent.obstacle(q.device)):
+        return f"latents in {stored} {why}"
     return None
+
+
+def _why_not_expanded(q: Tensor, projection: LatentProjection) -> str | None:
+    """The same where keys and values may be computed from latents: in steps with chunks, without a selection."""
+    dims = q.shape[2], projection.value.shape[1]
+    return None if dims in EXPANDED_DIMS else f"latents for heads of {dims[0]} and {dims[1]}"
 
 
 def _latent_layers(view: LatentView, q: Tensor, projection: LatentProjection, scale: float) -> LatentLayers:
     heads, value_dim, _ = projection.value.shape
     return LatentLayers(
-        view.space, Heads(heads, heads, q.shape[2], value_dim, q.dtype, scale), view.rank, view.rope_dim
+        view.space,
+        Heads(heads, heads, q.shape[2], value_dim, q.dtype, scale),
+        view.rank,
+        view.rope_dim,
+        is_fp8=view.pages[0].dtype == torch.float8_e4m3fn,
     )
 
 

@@ -391,8 +391,8 @@ class LatentKernel:
 class Writer:
     """Writes new rows of one component space to its pages, in one launch per layer.
 
-    Keys and values are written by a Triton kernel. FlashInfer's functions, which write latents, append to sequences of
-    pages: here every slot is a page of one token in its own sequence.
+    Keys, values and float8 latents are written by Triton kernels. FlashInfer's functions, which write other latents,
+    append to sequences of pages: here every slot is a page of one token in its own sequence.
 
     Args:
         slots: int64 [T].
@@ -422,11 +422,18 @@ class Writer:
         else:
             self._write(self._lib.append_paged_kv_cache, owned, k, v, to)
 
-    def write_latents(self, owned: Tensor, latent: Tensor, rope: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
-        """Write the `owned` ones of latent [T, Rank], rope [T, Dr] to pages [P, R, Rank], [P, R, Dr]."""
-        self._write(self._lib.append_paged_mla_kv_cache, owned, latent, rope, to)
+    def write_latents(self, owned: Tensor, latent: Tensor, rope: Tensor, *, to: tuple[Tensor, ...]) -> None:
+        """Write the `owned` ones of latent [T, Rank], rope [T, Dr] to pages, see `LatentView`."""
+        if len(to) == 2:
+            self._write(self._lib.append_paged_mla_kv_cache, owned, latent, rope, to)
+            return
+        from raycache.attention.fp8_latent_kernels import write_latents
 
-    def _write(self, append: Any, owned: Tensor, one: Tensor, other: Tensor, to: tuple[Tensor, Tensor]) -> None:
+        if len(owned) < len(latent):
+            latent, rope = latent[owned], rope[owned]
+        write_latents(latent, rope, self._slots, to=to)
+
+    def _write(self, append: Any, owned: Tensor, one: Tensor, other: Tensor, to: tuple[Tensor, ...]) -> None:
         if not len(owned):
             return
         # If all tokens are owned, they are in order.

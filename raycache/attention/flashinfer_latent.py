@@ -5,6 +5,8 @@
     few   more  absorbed; then expanded, causally                      this rank's pages; new latents of all ranks
     many  any   expanded, in pieces; then expanded, causally           this rank's pages; new latents of all ranks
 
+With float8 pages few rows are computed as under cp, since only latents read from pages are rounded (fp8_latent.py).
+
 A pair of query and key costs 2 (2 R + Dr) operations per head absorbed and 2 (Dn + Dr + Dv) expanded, and a key
 2 R (Dn + Dv) to expand: for R = 512 and Dn = Dv = 128, a row of 170 new tokens costs the same either way. On an H200,
 256 new tokens after 8192 take 953 us absorbed and 1035 us expanded with 128 heads, 161 us and 557 us with 16.
@@ -26,6 +28,7 @@ from raycache.attention.base import LatentProjection
 from raycache.attention.flashinfer_kernels import Heads, KernelCache, LatentKernel, RaggedKernel, Writer
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import Tokens, are_all, decode_table, page_table, pieces, run_segments
+from raycache.attention.fp8_latent import Fp8LatentKernel
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, join, no_keys, wide
 from raycache.memory.views import LatentView
@@ -33,6 +36,9 @@ from raycache.step.inputs import Places
 
 FEW_QUERIES = 256
 """Rows with fewer queries are absorbed."""
+
+FEW_FP8_QUERIES = 64
+"""The same with float8 pages, where each query reads its keys anew. Not measured."""
 
 ABSORBED_TILE = 128
 """(query, head) pairs in a tile of the kernel, or half of that. With causal attention, the kernel may drop keys of a
@@ -51,17 +57,27 @@ class LatentLayers:
         space: of their component.
         heads: of this rank, expanded; one key head per query head.
         rank, rope_dim: features of a latent and of its rotary part.
+        is_fp8: whether cached latents are float8.
     """
 
     space: str
     heads: Heads
     rank: int
     rope_dim: int
+    is_fp8: bool = False
 
     @property
     def absorbed(self) -> Heads:
         """The heads of absorbed attention: a single key head."""
         return replace(self.heads, keys=1, dim=self.rope_dim, value_dim=self.rank)
+
+
+AbsorbedKernel = LatentKernel | Fp8LatentKernel
+
+
+def absorbed_kernel(kernels: KernelCache, layers: LatentLayers, static: StaticRows | None) -> AbsorbedKernel:
+    """The kernel for absorbed queries of some layers; `static` for a CUDA graph."""
+    return Fp8LatentKernel(kernels, static) if layers.is_fp8 else LatentKernel(kernels, static)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +115,11 @@ class LatentKernels:
         self._kernels, self._layers, self._layout = kernels, layers, layout
         self._heads = layers.absorbed
         self._is_alone = layout.inputs.ctx.cp.size == 1
+        # Whether absorbed rows attend to their own new tokens in pages, too.
+        self._is_whole = self._is_alone and not layers.is_fp8
         self._writer = Writer(kernels, places.slots)
         few, many = self._few_and_many()
-        self._recorded = LatentKernel(kernels, static) if static is not None else None
+        self._recorded = absorbed_kernel(kernels, layers, static) if static is not None else None
         self._absorbed = self._planned_absorbed(places, few)
         self._pieces = list(self._planned_pieces(places, many, expanded_bytes))
         self._runs = list(self._planned_runs(many))
@@ -128,7 +146,8 @@ class LatentKernels:
     def _attend_alone(
         self, view: LatentView, q: Tensor, latent: Tensor, rope: Tensor, projection: LatentProjection
     ) -> Tensor:
-        """With cp=1, absorbed rows are complete; for others, pieces are merged with the causal part."""
+        """With cp=1, absorbed rows are whole, or all are single tokens; for others, what is cached is merged with the
+        causal part."""
         if not self._runs:
             assert self._absorbed is not None, "every row has a token"
             return attend_absorbed(self._absorbed[1], view.pages, q, projection)[0]
@@ -137,7 +156,8 @@ class LatentKernels:
             out, lse = self._join_pieces(view, q, projection, (out, lse))
         if self._absorbed is not None:
             tokens, kernel = self._absorbed
-            out[tokens] = attend_absorbed(kernel, view.pages, q[tokens], projection)[0]
+            found, found_lse = attend_absorbed(kernel, view.pages, q[tokens], projection)
+            out[tokens] = found if found_lse is None else join((out[tokens], lse[tokens]), (found, found_lse))[0]
         return out
 
     def _cached(self, view: LatentView, q: Tensor, projection: LatentProjection) -> Part:
@@ -171,7 +191,7 @@ class LatentKernels:
         # In the precision of the weights, because every piece adds to it.
         out, lse = part[0].to(wide(q.dtype)), part[1]
         for piece in self._pieces:
-            k, v = expand(*view.take(piece.slots, dtype=q.dtype), projection)
+            k, v = expand(*take(view, piece.slots, dtype=q.dtype), projection)
             both = join((out[piece.tokens], lse[piece.tokens]), piece.kernel.run(q[piece.tokens], k, v))
             out[piece.tokens], lse[piece.tokens] = both
         return out.to(q.dtype), lse
@@ -179,27 +199,29 @@ class LatentKernels:
     def _few_and_many(self) -> tuple[Sequence[int], Sequence[int]]:
         """Rows that are absorbed, and the others."""
         rows = self._layout.inputs.rows
-        # With cp=1 absorbed rows include their own new tokens and need causal attention.
-        is_sure = not self._is_alone or ABSORBED_TILE % self._layers.heads.queries == 0
-        pairs = self._layers.heads.queries * sum(len(row.tokens) for row in rows if len(row.tokens) < FEW_QUERIES)
-        most = FEW_QUERIES if is_sure and pairs < MAX_ABSORBED else 2
+        # Rows that include their own new tokens need causal attention.
+        is_sure = not self._is_whole or ABSORBED_TILE % self._layers.heads.queries == 0
+        most = FEW_FP8_QUERIES if self._layers.is_fp8 else FEW_QUERIES
+        pairs = self._layers.heads.queries * sum(len(row.tokens) for row in rows if len(row.tokens) < most)
+        most = most if is_sure and pairs < MAX_ABSORBED else 2
         few = [i for i, row in enumerate(rows) if len(row.tokens) < most]
         return few, [i for i, row in enumerate(rows) if len(row.tokens) >= most]
 
-    def _planned_absorbed(self, places: Places, rows: Sequence[int]) -> tuple[Tokens, LatentKernel] | None:
+    def _planned_absorbed(self, places: Places, rows: Sequence[int]) -> tuple[Tokens, AbsorbedKernel] | None:
         inputs, page_len = self._layout.inputs, places.page_size // places.cp_size
-        lens = places.pages.total if self._is_alone else places.pages.cached
+        lens = places.pages.total if self._is_whole else places.pages.cached
         if self._recorded is not None:
             table = decode_table(places.pages, lens, page_len=page_len)
-            self._recorded.plan(table, self._heads, is_causal=False, has_lse=not self._is_alone)
+            self._recorded.plan(table, self._heads, is_causal=False, has_lse=not self._is_whole)
             return table.tokens, self._recorded
         rows = [row for row in rows if lens[row]]
         if not rows:
             return None
         table = page_table(places.pages, rows, lens, queries=[row.tokens for row in inputs.rows], page_len=page_len)
-        kernel = self._kernels.kernel((self._layers, "absorbed"), functools.partial(LatentKernel, self._kernels, None))
+        make = functools.partial(absorbed_kernel, self._kernels, self._layers, None)
+        kernel = self._kernels.kernel((self._layers, "absorbed"), make)
         has_chunks = any(len(inputs.rows[row].tokens) > 1 for row in rows)
-        kernel.plan(table, self._heads, is_causal=self._is_alone and has_chunks, has_lse=not self._is_alone)
+        kernel.plan(table, self._heads, is_causal=self._is_whole and has_chunks, has_lse=not self._is_whole)
         return self._kernels.tokens(table.tokens), kernel
 
     def _planned_pieces(self, places: Places, rows: Sequence[int], expanded_bytes: int) -> Iterator[_Piece]:
@@ -221,7 +243,7 @@ class LatentKernels:
 
     def _planned_runs(self, many: Sequence[int]) -> Iterator[tuple[Tokens, RaggedKernel]]:
         expanded = set(many)
-        chunks = [chunk for chunk in self._layout.chunks if not self._is_alone or chunk.row in expanded]
+        chunks = [chunk for chunk in self._layout.chunks if not self._is_whole or chunk.row in expanded]
         for i, segments in enumerate(run_segments(chunks)):
             kernel = self._kernels.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._kernels))
             kernel.plan(segments, self._layers.heads, is_causal=True)
@@ -229,12 +251,12 @@ class LatentKernels:
 
 
 def attend_absorbed(
-    kernel: LatentKernel, pages: tuple[Tensor, Tensor], q: Tensor, projection: LatentProjection
+    kernel: AbsorbedKernel, pages: tuple[Tensor, ...], q: Tensor, projection: LatentProjection
 ) -> tuple[Tensor, Tensor | None]:
     """Queries [n, Hq, Dn + Dr] of the rows that a kernel is planned for -> [n, Hq, Dv], and their log-sum-exps.
 
     Args:
-        pages: latents [P, page_len, R] and rotary parts [P, page_len, Dr].
+        pages: as those of `LatentView`.
     """
     dim = projection.key.shape[1]
     plain, rotary = q[..., :dim], q[..., dim:]
@@ -242,6 +264,16 @@ def attend_absorbed(
     absorbed = torch.bmm(plain.transpose(0, 1), projection.key).transpose(0, 1)
     out, lse = kernel.run(absorbed, rotary, *pages)
     return torch.bmm(out.transpose(0, 1), projection.value.mT).transpose(0, 1), lse
+
+
+def take(view: LatentView, slots: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`LatentView.take`, with float8 latents in one launch."""
+    if len(view.pages) == 2:
+        return view.take(slots, dtype=dtype)
+    # It needs Triton, which is there on GPU machines only.
+    from raycache.attention.fp8_latent_kernels import read_latents
+
+    return read_latents(slots, pages=view.pages, dtype=dtype)
 
 
 def expand(latent: Tensor, rope: Tensor, projection: LatentProjection) -> tuple[Tensor, Tensor]:

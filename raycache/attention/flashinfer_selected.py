@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection, NotRecordableError
-from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel, Writer
-from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
+from raycache.attention.flashinfer_kernels import KernelCache, Writer
+from raycache.attention.flashinfer_latent import AbsorbedKernel, LatentLayers, absorbed_kernel, attend_absorbed
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.layout import StepLayout
@@ -59,7 +59,7 @@ class _Block:
     """
 
     tokens: slice
-    kernel: LatentKernel
+    kernel: AbsorbedKernel
     ids: Tensor
     where: Tensor
 
@@ -88,10 +88,11 @@ class SelectedKernels:
             raise NotRecordableError("the host does not know what a rank selects under cp > 1")
         self._heads, self._width, self._top_k = layers.absorbed, choice.slots.shape[1], choice.top_k
         self._steps = torch.arange(self._width, device=kernels.device)
-        self._recorded: tuple[LatentKernel, Tensor] | None = None
+        self._recorded: tuple[AbsorbedKernel, Tensor] | None = None
         if static is not None:
             where = torch.zeros(static.num_rows * self._width, dtype=torch.int64, device=kernels.device)
-            self._recorded = LatentKernel(kernels, StaticRows(static.num_rows, self._width + 1)), where
+            rows = StaticRows(static.num_rows, self._width + 1)
+            self._recorded = absorbed_kernel(kernels, layers, rows), where
         self._writer = Writer(kernels, layout.inputs.places[layers.space].slots)
         self._blocks = self._planned(self._known_lengths(layout.inputs)) if self._is_alone else []
 
@@ -129,8 +130,8 @@ class SelectedKernels:
         self, block: _Block, view: LatentView, q: Tensor, projection: LatentProjection, choice: SlotChoice
     ) -> tuple[Tensor, Tensor | None]:
         block.ids.scatter_(0, block.where, choice.slots[block.tokens].flatten())
-        latent, rope = (rows.flatten(0, 1)[:, None] for rows in view.pages)
-        return attend_absorbed(block.kernel, (latent, rope), q, projection)
+        pages = tuple(rows.flatten(0, 1)[:, None] for rows in view.pages)
+        return attend_absorbed(block.kernel, pages, q, projection)
 
     def _planned(self, lengths: Ints) -> list[_Block]:
         token_bytes = self._layers.heads.dtype.itemsize * self._layers.heads.queries * self._layers.rank
@@ -153,7 +154,8 @@ class SelectedKernels:
             assert kernel.static is not None
             indptr, on_device, ids = kernel.static.indptr, kernel.static.lens, kernel.static.ids
         else:
-            kernel = kernels.kernel((self._layers, "selected", number), functools.partial(LatentKernel, kernels, None))
+            make = functools.partial(absorbed_kernel, kernels, self._layers, None)
+            kernel = kernels.kernel((self._layers, "selected", number), make)
             indptr, on_device = kernels.on_device(table.indptr), kernels.on_device(lens)
             ids = kernel.room_for(len(lens) * self._width + 1)
             where = torch.empty(len(lens) * self._width, dtype=torch.int64, device=kernels.device)

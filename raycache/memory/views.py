@@ -53,14 +53,15 @@ class LatentView:
     """MLA latents and rotary parts, shared by all heads; latents may be float8 with scales.
 
     Attributes:
-        pages: latents [P, R, rank] and rotary parts [P, R, rope_dim], as stored.
+        pages: latents [P, R, rank] and rotary parts [P, R, rope_dim], as stored; scales [P, R, rank / FP8_BLOCK] of
+            float8 latents behind them.
     """
 
     window = 0
 
     def __init__(self, component: Component, fields: Mapping[str, Tensor]) -> None:
         self.space = component.space
-        self.pages = fields["latent"], fields["rope"]
+        self.pages = tuple(fields[name] for name in ("latent", "rope", "scale") if name in fields)
         self._latent, self._rope = fields["latent"].flatten(0, 1), fields["rope"].flatten(0, 1)
         self._scale = fields["scale"].flatten(0, 1) if "scale" in fields else None
         self.rank, self.rope_dim = self._latent.shape[1], self._rope.shape[1]

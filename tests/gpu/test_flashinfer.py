@@ -28,7 +28,7 @@ from raycache.attention.base import (
 from raycache.attention.flashinfer_kernels import LatentKernel
 from raycache.attention.flashinfer_selected import SlotChoice
 from raycache.errors import ConfigError
-from raycache.memory.component import FULL, Component, kv, latent
+from raycache.memory.component import FULL, CacheFormat, Component, kv, latent
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
@@ -50,7 +50,10 @@ EXPANDED = [(700, 1), (1100, 130), (0, 300), (90, 5), (640, 260), (350, 256)]
 """The same for latents: of the last two, one has a prefix of several pieces, and they share a piece."""
 DECODES = [(17, 1), (0, 1), (300, 1), (63, 1), (64, 1)]
 SIZES = latents.Sizes(heads=16, dim=128, rope=64, value=128, rank=512)
+WIDE_SIZES = latents.Sizes(heads=16, dim=192, rope=64, value=256, rank=512)
+"""Of GLM-5."""
 PIECE_TOKENS = 300
+BOTH_FORMATS = pytest.mark.parametrize("has_fp8", [False, True], ids=["bfloat16", "fp8"])
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,22 @@ def right_latents(sequences: latents.Sequences) -> list[Tensor]:
         k = torch.cat([torch.einsum("lr,hdr->lhd", rows, key), turned], -1)
         found.append(exact(q, k, torch.einsum("lr,hdr->lhd", rows, value), scale=latents.SCALE))
     return found
+
+
+def format_of(case: Case, *, has_fp8: bool) -> CacheFormat:
+    return dataclasses.replace(case.fmt, has_fp8_latent=has_fp8)
+
+
+def round_cached(sequences: latents.Sequences, *, has_new: bool = False) -> None:
+    """Latents that are read from float8 pages: those of prefixes and single tokens, or also all `has_new` ones."""
+    for row, (start, count) in enumerate(sequences.case.rows):
+        cached = start if count > 1 and not has_new else start + count
+        blocks = sequences.latent[row].float().unflatten(-1, (-1, 128))
+        scale = blocks.abs().amax(-1, keepdim=True) / 448
+        rounded = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+        sequences.latent[row] = torch.cat([rounded[:cached], sequences.latent[row][cached:].float()])
+        turned = sequences.rope[row]
+        sequences.rope[row] = torch.cat([turned[:cached].bfloat16().to(turned.dtype), turned[cached:]])
 
 
 def case_of(rows: Sequence[tuple[int, int]], *, cp: int = 1, page_size: int = 64, window: int = 0) -> Case:
@@ -219,18 +238,74 @@ def test_batches_of_one_kind_of_rows(backend: AttentionBackend, cp: int, rows: S
 # --- latents ----------------------------------------------------------------------------------------------------------
 
 
+def check_latents(backend: AttentionBackend, sequences: latents.Sequences, *, has_fp8: bool) -> None:
+    found = sequences.attend(backend, format_of(sequences.case, has_fp8=has_fp8))
+    if has_fp8:
+        round_cached(sequences)
+    near(found, right_latents(sequences), LATENT_ERROR)
+
+
+@BOTH_FORMATS
 @pytest.mark.parametrize("rows", [MIXED, EXPANDED, DECODES], ids=["mixed", "long", "decodes"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_latents(backend: AttentionBackend, cp: int, rows: Sequence[tuple[int, int]]) -> None:
-    sequences = latents.Sequences(case_of(rows, cp=cp), SIZES)
-    near(sequences.attend(backend), right_latents(sequences), LATENT_ERROR)
+def test_latents(backend: AttentionBackend, cp: int, rows: Sequence[tuple[int, int]], has_fp8: bool) -> None:
+    check_latents(backend, latents.Sequences(case_of(rows, cp=cp), SIZES), has_fp8=has_fp8)
 
 
-@pytest.mark.parametrize("heads", [6, 128])
-def test_latents_of_heads_that_fill_no_tile_or_many(backend: AttentionBackend, heads: int) -> None:
+@BOTH_FORMATS
+@pytest.mark.parametrize("heads", [6, 32, 128])
+def test_latents_of_heads_that_fill_no_tile_or_many(backend: AttentionBackend, heads: int, has_fp8: bool) -> None:
     sizes = latents.Sizes(heads=heads, dim=128, rope=64, value=128, rank=512)
-    sequences = latents.Sequences(case_of([(40, 1), (70, 9), (0, 30)], page_size=16), sizes)
-    near(sequences.attend(backend), right_latents(sequences), LATENT_ERROR)
+    sequences = latents.Sequences(case_of([(40, 1), (70, 9), (0, 30), (900, 1)], page_size=16), sizes)
+    check_latents(backend, sequences, has_fp8=has_fp8)
+
+
+@BOTH_FORMATS
+def test_latents_of_larger_heads(has_fp8: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_latents(new_backend(), latents.Sequences(case_of(EXPANDED), WIDE_SIZES), has_fp8=has_fp8)
+    assert "no kernel" not in caplog.text
+
+
+def test_heads_of_any_size_are_absorbed_and_torch_expands_what_flashinfer_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend, sizes = new_backend(), latents.Sizes(heads=16, dim=96, rope=64, value=80, rank=512)
+    with caplog.at_level(logging.WARNING):
+        check_latents(backend, latents.Sequences(case_of(DECODES), sizes), has_fp8=False)
+        assert "no kernel" not in caplog.text
+        check_latents(backend, latents.Sequences(case_of(MIXED), sizes), has_fp8=False)
+    assert "no kernel for latents for heads of 160 and 80" in caplog.text
+
+
+def test_a_long_row_in_fp8_is_split(backend: AttentionBackend) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        case = dataclasses.replace(case_of([(20_000, 1), (30, 1), (2000, 1)]), dtype=dtype)
+        check_latents(backend, latents.Sequences(case, SIZES), has_fp8=True)
+
+
+def test_latents_are_written_to_fp8_pages_and_read_as_torch_does() -> None:
+    from raycache.attention.fp8_latent_kernels import read_latents, write_latents
+
+    case = case_of([(0, 200)])
+    (every,), (rope,) = (case.draw(size, salt=1) for size in (700, 64))
+    latent_rows, rope = (every[:, :512] * torch.logspace(-6, 4, 200)[:, None].bfloat16()).to(DEVICE), rope.to(DEVICE)
+    latent_rows[7], latent_rows[8, 300] = 0, torch.nan
+    slots = torch.randperm(256, device=DEVICE)[:200]
+    component = latent([0, 1], rank=512, rope_dim=64, fmt=format_of(case, has_fp8=True))
+    ctx = ParallelContext.single(torch.device(DEVICE))
+    pool = DevicePool([component], num_layers=2, sizes={FULL: 4}, page_size=64, ctx=ctx)
+    for field in pool.rows("latent").values():
+        field.view(torch.uint8).zero_()
+    one, other = pool.latent(0), pool.latent(1)
+    one.write(slots, latent_rows, rope)
+    write_latents(latent_rows, rope, slots.int(), to=other.pages)
+    assert other.pages[0].float().isnan().any(), "what is wrong stays visible"
+    for rows, right_rows in zip(other.pages, one.pages, strict=True):
+        assert torch.equal(rows.float().nan_to_num(7.0), right_rows.float().nan_to_num(7.0))
+    for dtype in (torch.bfloat16, torch.float16):
+        found, wanted = read_latents(slots, pages=one.pages, dtype=dtype), one.take(slots, dtype=dtype)
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(found, wanted, strict=True))
 
 
 # --- chosen latents ---------------------------------------------------------------------------------------------------
@@ -258,8 +333,9 @@ class Chosen(latents.Sequences):
         lengths = torch.tensor([len(some) for _, some in slots], dtype=torch.int32, device=DEVICE)
         return SlotChoice(padded, lengths, self.top_k)
 
-    def found(self, backend: AttentionBackend) -> list[Tensor]:
-        component = latent([0], rank=self.sizes.rank, rope_dim=self.sizes.rope, fmt=self.case.fmt)
+    def found(self, backend: AttentionBackend, *, has_fp8: bool = False) -> list[Tensor]:
+        fmt = format_of(self.case, has_fp8=has_fp8)
+        component = latent([0], rank=self.sizes.rank, rope_dim=self.sizes.rope, fmt=fmt)
 
         def work(seat: Seat, step: AttentionStep) -> Tensor:
             view = seat.pool.latent(0)
@@ -276,10 +352,20 @@ class Chosen(latents.Sequences):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("sizes", [SIZES, latents.Sizes()], ids=["kernel", "torch"])
+@pytest.mark.parametrize("sizes", [SIZES, WIDE_SIZES, latents.Sizes()], ids=["kernel", "wide", "torch"])
 def test_chosen_latents(backend: AttentionBackend, sizes: latents.Sizes, cp: int) -> None:
     sequences = Chosen(case_of([*MIXED, (150, 3)], cp=cp, page_size=16), sizes, top_k=20)
     near(sequences.found(backend), sequences.exact(), LATENT_ERROR)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [SIZES, latents.Sizes(rank=128)], ids=["kernel", "torch"])
+def test_chosen_latents_in_fp8(backend: AttentionBackend, sizes: latents.Sizes, cp: int) -> None:
+    """New ones, too, are read from pages."""
+    sequences = Chosen(case_of([*MIXED, (450, 3)], cp=cp, page_size=16), sizes, top_k=300)
+    found = sequences.found(backend, has_fp8=True)
+    round_cached(sequences, has_new=True)
+    near(found, sequences.exact(), LATENT_ERROR)
 
 
 def test_more_queries_than_one_plan_has_room_for(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +406,7 @@ class Recorded:
             [component], num_layers=1, sizes=sizes, page_size=page_size, ctx=self.ctx, has_scratch=True
         )
         for field in self.pool.rows(component.name).values():
-            field.zero_()
+            field.view(torch.uint8).zero_()
         self.batch = DecodeBatch(8, self.pool, self.ctx)
         self.step = backend.plan_static(self.batch.inputs)
         self.step.replan(self.batch.inputs)
@@ -381,9 +467,11 @@ def test_a_recorded_decode_step_is_replayed_with_other_rows(
             near(out.split(1), right(sequences), ERROR)
 
 
-def test_a_recorded_step_over_latents_is_replayed_with_other_rows(backend: AttentionBackend) -> None:
+@BOTH_FORMATS
+def test_a_recorded_step_over_latents_is_replayed_with_other_rows(backend: AttentionBackend, has_fp8: bool) -> None:
     cases = [case_of(rows, page_size=16) for rows in REPLAYED]
-    recorded = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=cases[0].fmt), page_size=16)
+    fmt = format_of(cases[0], has_fp8=has_fp8)
+    recorded = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=fmt), page_size=16)
     view = recorded.pool.latent(0)
     first = latents.Sequences(cases[0], SIZES)
     projection = LatentProjection(first.key.to(DEVICE), first.value.to(DEVICE))
@@ -404,12 +492,18 @@ def test_a_recorded_step_over_latents_is_replayed_with_other_rows(backend: Atten
                 static[: len(case.rows)] = torch.cat([row[-1:] for row in rows]).to(DEVICE)
             recorded.fill(batch)
             out = replay()[: len(case.rows)].cpu()
+            if has_fp8:
+                round_cached(sequences)
             near(out.split(1), right_latents(sequences), LATENT_ERROR)
 
 
-def test_a_recorded_step_over_chosen_latents_is_replayed_with_other_choices(backend: AttentionBackend) -> None:
+@BOTH_FORMATS
+def test_a_recorded_step_over_chosen_latents_is_replayed_with_other_choices(
+    backend: AttentionBackend, has_fp8: bool
+) -> None:
     sequences = [Chosen(case_of(rows, page_size=16), SIZES, top_k=30) for rows in REPLAYED]
-    recorded = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=sequences[0].case.fmt), page_size=16)
+    fmt = format_of(sequences[0].case, has_fp8=has_fp8)
+    recorded = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=fmt), page_size=16)
     view = recorded.pool.latent(0)
     projection = LatentProjection(sequences[0].key.to(DEVICE), sequences[0].value.to(DEVICE))
     q = torch.zeros(8, SIZES.heads, 192, dtype=torch.bfloat16, device=DEVICE)
@@ -432,11 +526,14 @@ def test_a_recorded_step_over_chosen_latents_is_replayed_with_other_choices(back
                 static[:count] = torch.cat([row[-1:] for row in rows]).to(DEVICE)
             recorded.fill(batch)
             slots[:count] = some.choice(seat).slots
+            if has_fp8:
+                round_cached(some)
             near(replay()[:count].cpu().split(1), some.exact(), LATENT_ERROR)
 
 
+@BOTH_FORMATS
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_static_step_of_several_ranks_serves_other_rows(backend: AttentionBackend, cp: int) -> None:
+def test_a_static_step_of_several_ranks_serves_other_rows(backend: AttentionBackend, cp: int, has_fp8: bool) -> None:
     """Not recorded: threads cannot meet in a graph."""
     heads = full.Heads(kv=2, group=4, dim=64)
     every = [
@@ -448,7 +545,8 @@ def test_a_static_step_of_several_ranks_serves_other_rows(backend: AttentionBack
 
     def work(ctx: ParallelContext) -> None:
         one = Recorded(backend, kv("kv", (0,), heads=2, dim=64, fmt=fmt), page_size=16, ctx=ctx)
-        other = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=fmt), page_size=16, ctx=ctx)
+        small_fmt = dataclasses.replace(fmt, has_fp8_latent=has_fp8)
+        other = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=small_fmt), page_size=16, ctx=ctx)
         keys, view = one.pool.kv(0), other.pool.latent(0)
         projection = LatentProjection(every[0][1].key.to(DEVICE), every[0][1].value.to(DEVICE))
         for i, (plain, small) in enumerate(every):
@@ -474,6 +572,8 @@ def test_a_static_step_of_several_ranks_serves_other_rows(backend: AttentionBack
     on_ranks(cp, work, device=DEVICE)
     for outs, (plain, small) in zip(found, every, strict=True):
         small.key, small.value = every[0][1].key, every[0][1].value
+        if has_fp8:
+            round_cached(small)
         near([outs[row][0] for row in range(len(outs))], right(plain), ERROR)
         near([outs[row][1] for row in range(len(outs))], right_latents(small), LATENT_ERROR)
 

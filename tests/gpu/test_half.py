@@ -209,6 +209,24 @@ def test_logits_and_cache_are_right_with_recorded_steps_and_without(case: Case) 
     check_rows(launched.rows, case)
 
 
+@pytest.mark.parametrize("case", ["kimi_linear", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"], indirect=True)
+def test_logits_of_latents_in_fp8_are_right_with_recorded_steps_and_without(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = new_rank(case.model, {**RIGHT, "kv_dtype": "fp8"})
+    fill(rank)
+    right = follow(rank, case.plans)
+    rank = new_rank(case.model, {**FAST, "kv_dtype": "fp8"})
+    fill(rank)
+    recorded = follow(rank, case.plans)
+    assert recorded.num_replayed == sum(all(row.num_tokens == 1 for row in plan.rows) for plan in case.plans)
+    rank.graphs = rank.pieces = None
+    fill(rank)
+    launched = follow(rank, case.plans)
+    assert is_right(recorded, right) & is_right(launched, right) & is_right(recorded, launched)
+    assert "attention: no kernel" not in caplog.text
+
+
 LAG_CYCLES = 40_000_000
 """About 20 ms, much more than launching a step takes."""
 

@@ -1,6 +1,7 @@
 """Families with heads that fast kernels take, in bfloat16; and a script of steps that goes the ways of a service.
 
-settings       those of oracle/families.py with heads of 64 and 128, latents of 512 + 64, an index head of 128
+settings       those of oracle/families.py with heads of 64 and 128, latents of 512 + 64, an index head of 128; heads of
+               glm_moe_dsa as published, which are larger
 weights        drawn as there, then rounded: read as float32 they are the same numbers
 sequences      0 is computed from nothing; 3, 4 and 5 go on behind its first 10 pages; 1 and 2 are others
 steps          chunks of several rows, single tokens among them, decodes of one to six rows, rows that come and go
@@ -55,7 +56,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {**_NARROW_GQA, "query_pre_attn_scalar": 64},
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": {**_DEEPSEEK, **_INDEXER},
-    "glm_moe_dsa": {**_MLA, **_INDEXER, "q_lora_rank": 128},
+    "glm_moe_dsa": {**_MLA, **_INDEXER, "q_lora_rank": 128, "qk_nope_head_dim": 192, "v_head_dim": 256},
     "kimi_linear": {**_MLA, "linear_head_dim": 128, "linear_num_heads": 4},
     "bailing_hybrid": {**_MLA, "head_dim": 64},
     "bailing_moe_v2_5": {**_MLA, "head_dim": 64},

@@ -342,10 +342,11 @@ def test_kernels_that_are_not_built_are_told(
 def test_what_flashinfer_has_no_kernel_for_is_told(tmp_path: Path) -> None:
     parts = [
         kv("kv", [0], heads=2, dim=80, fmt=FMT),
-        latent([1], rank=512, rope_dim=64, fmt=CacheFormat("bfloat16", has_fp8_latent=True)),
+        latent([1], rank=256, rope_dim=64, fmt=FMT),
+        latent([2], rank=512, rope_dim=64, fmt=CacheFormat("bfloat16", has_fp8_latent=True)),
     ]
-    _, strange = wanted_kernels(parts, dtype=torch.bfloat16, capability=(9, 0))
-    assert strange == ["heads of 80", "latents of 512 + 64 in fp8"]
+    kernels, strange = wanted_kernels(parts, dtype=torch.bfloat16, capability=(9, 0))
+    assert not kernels and strange == ["heads of 80", "latents of 256 + 64"], "Triton's are not FlashInfer's"
 
 
 def test_a_cluster_elsewhere_is_a_warning(tiny: Path) -> None:
