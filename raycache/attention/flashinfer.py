@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raycache.attention import fp8_latent
+from raycache.attention import flashinfer_copied, fp8_latent
 from raycache.attention.base import Capabilities, LatentProjection, NotRecordableError, Selection
 from raycache.attention.flashinfer_full import FullKernels, Layers
 from raycache.attention.flashinfer_kernels import Heads, KernelCache
@@ -33,6 +33,7 @@ from raycache.attention.passing import Passing
 from raycache.attention.sparse import TorchSelection
 from raycache.attention.torch_ref import TorchStep
 from raycache.memory.views import IndexView, KVView, LatentView
+from raycache.parallel.copy_exchange import CopyExchange
 from raycache.step.exchange import Exchange
 from raycache.step.inputs import StepInputs
 
@@ -121,9 +122,9 @@ class FlashInferStep:
             return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
         if passing is not None:
             if layers not in self._passed:
-                self._passed[layers] = PassedKernels(
-                    self._backend.kernels, layers, self._layout, passing, max_tokens=self._backend.max_tokens
-                )
+                copies, most = self._copies(layers), self._backend.max_tokens
+                copies = copies if flashinfer_copied.takes(layers, passing, max_tokens=most) else None
+                self._passed[layers] = PassedKernels(self._backend.kernels, layers, self._layout, passing, copies)
             return self._passed[layers].attend(view, q, k, v, sinks)
         if layers not in self._full:
             self._full[layers] = FullKernels(self._backend.kernels, layers, self._layout, self._static)
@@ -193,8 +194,15 @@ class FlashInferStep:
         if layers not in self._passings:
             # Those of a window are few, and only single tokens have a kernel that attends to a rank's share of them.
             moved = None if layers.window else layers.moved
+            if moved is not None and self._copies(layers) is not None:
+                moved = moved.with_copies(
+                    least_tokens=self._inputs.ctx.cp.size * flashinfer_copied.least_tokens(layers)
+                )
             self._passings[layers] = Passing(self._layout, layers.space, moved)
         return self._passings[layers]
+
+    def _copies(self, layers: Layers) -> CopyExchange | None:
+        return flashinfer_copied.copies_of(layers, self._inputs.ctx.cp, max_tokens=self._backend.max_tokens)
 
     def _latent_plan(self, layers: LatentLayers) -> LatentKernels:
         if layers not in self._latent:

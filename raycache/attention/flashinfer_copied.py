@@ -34,6 +34,7 @@ from raycache.attention.layout import merge_parts
 from raycache.attention.merge import Part, no_keys
 from raycache.attention.passing import Passing
 from raycache.memory.views import KVView
+from raycache.parallel.collectives import Group
 from raycache.parallel.copy_exchange import CopyExchange, sent_bytes
 from raycache.step.exchange import TokenExchange
 from raycache.step.inputs import StepInputs
@@ -44,24 +45,36 @@ _UNEVEN = 64
 """A rank's tokens above its share of a step: a row's are divided up to two tokens evenly."""
 
 
-def copies_for(layers: Layers, passing: Passing, *, max_tokens: int) -> CopyExchange | None:
-    """Exchange by copy engines for the rows that pass queries; None if there is none, or it does not pay. The same on
-    all ranks. Collective when a kind of layer comes for the first time.
+def copies_of(layers: Layers, cp: Group, *, max_tokens: int) -> CopyExchange | None:
+    """Exchange by copy engines for rows that pass queries, in the largest step; None if there is none, or it never
+    pays. The same on all ranks. Collective when a kind of layer comes for the first time, so that its memory is taken
+    at the start (rank/peak.py).
 
     Args:
         max_tokens: largest number of new tokens of a step; 0 for None.
     """
-    exchange, heads = passing.exchange, layers.heads
-    query_bytes = heads.queries * heads.dim * heads.dtype.itemsize
-    most = -(-max_tokens // exchange.cp.size) + _UNEVEN
-    if layers.window or not max_tokens or most * query_bytes < LEAST_BYTES:
+    most = _most_tokens(cp.size, max_tokens)
+    if layers.window or not max_tokens or most < least_tokens(layers):
         return None
-    # For the largest step, whatever this one has, so that memory is taken at the start (rank/peak.py).
-    copies = exchange.cp.copies(_area_bytes(layers, most))
-    if copies is None or passing.asking is None or exchange.padded_len > most:
-        return None
+    return cp.copies(_area_bytes(layers, most))
+
+
+def least_tokens(layers: Layers) -> int:
+    """Tokens of a rank from which on copies pay."""
+    heads = layers.heads
+    return -(-LEAST_BYTES // (heads.queries * heads.dim * heads.dtype.itemsize))
+
+
+def takes(layers: Layers, passing: Passing, *, max_tokens: int) -> bool:
+    """Whether a step's rows that pass queries use copies. The same on all ranks."""
+    if passing.asking is None or passing.exchange.padded_len > _most_tokens(passing.exchange.cp.size, max_tokens):
+        return False
     assert isinstance(passing.asking.exchange, TokenExchange)
-    return copies if passing.asking.exchange.padded_len * query_bytes >= LEAST_BYTES else None
+    return passing.asking.exchange.padded_len >= least_tokens(layers)
+
+
+def _most_tokens(size: int, max_tokens: int) -> int:
+    return -(-max_tokens // size) + _UNEVEN
 
 
 def _area_bytes(layers: Layers, num_tokens: int) -> int:

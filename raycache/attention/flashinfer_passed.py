@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from raycache.attention.flashinfer_copied import CopiedQueries, copies_for
+from raycache.attention.flashinfer_copied import CopiedQueries
 from raycache.attention.flashinfer_full import FEW_QUERIES, FullKernels, Layers
 from raycache.attention.flashinfer_kernels import KernelCache, LseBase, PagedKernel, Writer
 from raycache.attention.flashinfer_tables import PassedRun, Tokens, are_all, passed_table
@@ -25,17 +25,23 @@ from raycache.attention.merge import no_keys
 from raycache.attention.passing import Passing
 from raycache.attention.sinks import apply_sinks
 from raycache.memory.views import KVView
+from raycache.parallel.copy_exchange import CopyExchange
 
 
 class PassedKernels:
     """Plan of the layers of one kind in a step with chunks; cp is more than 1.
 
     Args:
-        max_tokens: see `copies_for`.
+        copies: for the rows that pass queries; None if they do not use them.
     """
 
     def __init__(
-        self, kernels: KernelCache, layers: Layers, layout: StepLayout, passing: Passing, *, max_tokens: int = 0
+        self,
+        kernels: KernelCache,
+        layers: Layers,
+        layout: StepLayout,
+        passing: Passing,
+        copies: CopyExchange | None = None,
     ) -> None:
         self._kernels, self._layers, self._passing = kernels, layers, passing
         places = layout.inputs.places[layers.space]
@@ -43,7 +49,6 @@ class PassedKernels:
         self._owned = places.owned
         self._own = self._planned()
         self._asking: tuple[StepLayout, FullKernels] | None = None
-        copies = copies_for(layers, passing, max_tokens=max_tokens)
         self._copied = None if copies is None else CopiedQueries(kernels, layers, passing, copies)
         if passing.asking is not None and copies is None:
             asking = StepLayout(passing.asking)

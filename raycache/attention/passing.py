@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from raycache.step.inputs import Pages, StepInputs
 
 Ints = NDArray[np.int32]
 
+_COPIES_SHARE = 4
+"""What exchanged bytes cost over those that are exchanged beside attention, which still are merged afterwards."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassedBytes:
@@ -44,10 +47,12 @@ class PassedBytes:
     Attributes:
         query: queries and their partial results with log-sum-exps.
         key: keys and values.
+        copied_from: new tokens of a chunk from which on queries are exchanged beside attention; 0 for never.
     """
 
     query: int
     key: int
+    copied_from: int = 0
 
     @classmethod
     def of(cls, *, queries: int, dim: int, value_dim: int, key: int, dtype: torch.dtype) -> PassedBytes:
@@ -55,9 +60,16 @@ class PassedBytes:
         lse = torch.promote_types(dtype, torch.float32).itemsize
         return cls(queries * ((dim + value_dim) * dtype.itemsize + lse), key * dtype.itemsize)
 
+    def with_copies(self, *, least_tokens: int) -> PassedBytes:
+        """The same where the queries of chunks with so many tokens are exchanged beside attention."""
+        return replace(self, copied_from=least_tokens)
+
     def passes_keys(self, *, num_new: int, num_cached: int) -> bool:
-        """Whether passing keys moves no more than passing queries. The same on every rank."""
-        return num_cached * self.key <= num_new * self.query
+        """Whether passing keys costs no more than passing queries. The same on every rank."""
+        query_bytes = num_new * self.query
+        if self.copied_from and num_new >= self.copied_from:
+            query_bytes //= _COPIES_SHARE
+        return num_cached * self.key <= query_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycache.attention import flashinfer_copied
 from raycache.config import Config
 from raycache.gang.processes import RankProcess, meet_here
 from raycache.memory.component import FULL, kv
@@ -170,30 +169,6 @@ def largest_differences(ctx: ParallelContext) -> dict[str, float]:
     }
 
 
-def times_of_layers(ctx: ParallelContext) -> tuple[float, float]:
-    """Milliseconds of a late layer's attention by copy engines and by NCCL, of the largest step."""
-    found = []
-    for least in (flashinfer_copied.LEAST_BYTES, 1 << 60):
-        flashinfer_copied.LEAST_BYTES = least
-        rounds = Rounds(ctx)
-        rounds.results("chunk", num_layers=2)
-        case = Case(STEPS["chunk"], cp=ctx.cp.size, share=64 // ctx.cp.size, dtype=torch.bfloat16, device="cuda")
-        seat = Seat(Batch(case), ctx, [kv("kv", (0,), heads=KEY_HEADS, dim=DIM, fmt=case.fmt)])
-        step, view = rounds._backend.plan(seat.inputs), seat.pool.kv(0)
-        view.k.normal_(), view.v.normal_()
-        count = len(seat.inputs.ids)
-        q, k, v = (torch.randn(count, n, DIM, device=ctx.device).bfloat16() for n in (HEADS, KEY_HEADS, KEY_HEADS))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for layer in range(25):
-            if layer == 5:
-                begin.record()
-            step.attend(view, q, k, v, scale=DIM**-0.5, sinks=None)
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 20)
-    return found[0], found[1]
-
-
 def test_messages_of_all_sizes_arrive_whole() -> None:
     assert each_rank("messages_of_random_sizes") == [0] * min(torch.cuda.device_count(), 4)
 
@@ -206,9 +181,3 @@ def test_attention_beside_copies_is_that_beside_nccl() -> None:
     for found in each_rank("largest_differences"):
         print(found)
         assert all(difference < ERROR for difference in found.values()), found
-
-
-def test_a_late_layer_takes_less_time_than_with_nccl() -> None:
-    for copies_ms, nccl_ms in each_rank("times_of_layers"):
-        print(f"attention of a layer: {copies_ms:.3f} ms by copy engines, {nccl_ms:.3f} ms by NCCL")
-        assert copies_ms < nccl_ms

@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +22,7 @@ from raycache.gang.processes import RankProcess, meet_here
 from raycache.layers.embedding import VocabHead
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.lost_peers import reporting_lost_peers
-from raycache.parallel.peer_group import PeerGroup, graph_seconds
+from raycache.parallel.peer_group import PeerGroup
 from raycache.parallel.sharding import Split
 from raycache.rank.member import Invitation
 
@@ -153,20 +152,6 @@ def wrong_likeliest(group: PeerGroup, device: torch.device) -> list[str]:
     return wrong
 
 
-def seconds_of_likeliest(group: PeerGroup, device: torch.device) -> list[tuple[int, float, float]]:
-    """Number of rows, seconds for their likeliest tokens from the best of each part, and from all logits."""
-    found = []
-    for rows in (1, 64, 256):
-        head, parts = parts_of_logits(group, device, vocab_size=VOCABULARIES[0], rows=rows, dtype=torch.bfloat16)
-        own = parts[:, group.rank].contiguous()
-        best, every = (
-            graph_seconds(run, device, calls=8, replays=9)
-            for run in (partial(head.likeliest, own), partial(likeliest_of_all, head, own))
-        )
-        found.append((rows, best, every))
-    return found
-
-
 def likeliest_of_all(head: VocabHead, own: Tensor) -> Tensor:
     return head.gathered(own).argmax(-1)
 
@@ -230,14 +215,6 @@ def test_collectives_of_all_kinds_and_sizes_in_one_memory(sees_one: bool) -> Non
 
 def test_the_best_of_each_part_is_the_first_of_the_largest_logits() -> None:
     assert each_rank("wrong_likeliest") == [[]] * min(torch.cuda.device_count(), 4)
-
-
-def test_the_best_of_each_part_takes_less_time_than_all_logits() -> None:
-    found = each_rank("seconds_of_likeliest")[0]
-    print(
-        *(f"{rows} rows: {1e6 * best:.1f} us, all logits {1e6 * every:.1f} us" for rows, best, every in found), sep="\n"
-    )
-    assert all(best < every for rows, best, every in found if rows > 1)
 
 
 def test_recorded_sums_are_right_at_every_replay_and_equal_on_all_members() -> None:

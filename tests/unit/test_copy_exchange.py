@@ -153,9 +153,11 @@ class PassedStep:
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
         layers = Layers(view.space, 0, Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale))
         layout = StepLayout(self._inputs)
-        kernels = PassedKernels(
-            self._kernels, layers, layout, Passing(layout, view.space, layers.moved), max_tokens=1000
-        )
+        way = Passing(layout, view.space, layers.moved)
+        copies = flashinfer_copied.copies_of(layers, self._inputs.ctx.cp, max_tokens=1000)
+        if not flashinfer_copied.takes(layers, way, max_tokens=1000):
+            copies = None
+        kernels = PassedKernels(self._kernels, layers, layout, way, copies)
         before = view.k.clone(), view.v.clone()
         for layer in range(self._num_layers):
             view.k.copy_(before[0]), view.v.copy_(before[1])
