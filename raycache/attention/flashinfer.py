@@ -32,6 +32,7 @@ from raycache.attention.layout import StepLayout
 from raycache.attention.passing import Passing
 from raycache.attention.sparse import TorchSelection
 from raycache.attention.torch_ref import TorchStep
+from raycache.attention.triton_works import triton_works
 from raycache.memory.views import IndexView, KVView, LatentView
 from raycache.parallel.copy_exchange import CopyExchange
 from raycache.step.exchange import Exchange
@@ -118,6 +119,8 @@ class FlashInferStep:
         heads = Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale)
         layers = Layers(view.space, view.window, heads)
         passing, reason = self._passing(layers), _why_not_full(view, q)
+        if reason is None and view.window and self._inputs.ctx.cp.size > 1 and not triton_works():
+            reason = "windows under cp without Triton"
         if reason is not None:
             return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
         if passing is not None:

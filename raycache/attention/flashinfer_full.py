@@ -161,7 +161,8 @@ class OneQuery:
             return False
         if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
             return True
-        return static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
+        # Heads of 256 do not fit into registers beside their keys.
+        return layers.heads.dim <= 128 and static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
 
     def run(
         self,

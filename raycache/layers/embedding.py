@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.layers.fused import vocab_kernels_for
 from raycache.layers.linear import linear
 from raycache.layers.precision import precise, precise_dtype
 
@@ -31,6 +32,8 @@ class VocabEmbedding:
         """[T] integers in [0, V) -> [T, C] on every rank."""
         if self._group.size == 1:
             return F.embedding(ids, self.weight)
+        if kernels := vocab_kernels_for(self.weight):
+            return self._group.all_reduce(kernels.embed(ids, self.weight, self._first))
         row = ids - self._first
         is_elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = F.embedding(row.masked_fill_(is_elsewhere, 0), self.weight)
@@ -88,9 +91,13 @@ class VocabHead:
         The first of several equal logits counts, as everywhere in torch. Ranks exchange the best of their part only.
         """
         logits = own if self._cap is None and self._factor == 1.0 else self._adjusted(precise(own))
+        tokens = self._own_tokens()
+        if kernels := vocab_kernels_for(own):
+            best = kernels.best_of_part(logits, tokens)
+            found: Tensor = kernels.best_of_all(best[None] if self._group.size == 1 else self._group.all_gather(best))
+            return found
         if self._group.size == 1:
             return logits.argmax(-1)
-        tokens = self._own_tokens()
         best = own.new_empty((len(own), 2), dtype=torch.int64)  # token, and bits of its logit in float64
         if tokens:
             values, columns = logits[:, : len(tokens)].max(-1)

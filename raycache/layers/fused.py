@@ -212,6 +212,16 @@ def has_kernels(x: Tensor) -> bool:
     return _kernels_for(x) is not None
 
 
+def vocab_kernels_for(x: Tensor) -> Any:
+    """The kernels for a vocabulary over ranks (vocab_kernels.py) if they support x, else None."""
+    if _kernels_for(x) is None:
+        return None
+    # It needs Triton, which is there on GPU machines only.
+    from raycache.layers import vocab_kernels
+
+    return vocab_kernels
+
+
 def _kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Any:
     """The kernels if they support x and results of `dtype` (by default that of x), else None."""
     has_kernels = x.is_cuda and (dtype or x.dtype) in _HALVES and x.numel() > 0 and x.stride(-1) == 1

@@ -152,10 +152,6 @@ def wrong_likeliest(group: PeerGroup, device: torch.device) -> list[str]:
     return wrong
 
 
-def likeliest_of_all(head: VocabHead, own: Tensor) -> Tensor:
-    return head.gathered(own).argmax(-1)
-
-
 def parts_of_logits(
     group: PeerGroup, device: torch.device, *, vocab_size: int, rows: int, dtype: torch.dtype
 ) -> tuple[VocabHead, Tensor]:
