@@ -293,16 +293,20 @@ def test_latents_are_written_to_fp8_pages_and_read_as_torch_does() -> None:
     latent_rows[7], latent_rows[8, 300] = 0, torch.nan
     slots = torch.randperm(256, device=DEVICE)[:200]
     component = latent([0, 1], rank=512, rope_dim=64, fmt=format_of(case, has_fp8=True))
-    ctx = ParallelContext.single(torch.device(DEVICE))
-    pool = DevicePool([component], num_layers=2, sizes={FULL: 4}, page_size=64, ctx=ctx)
-    for field in pool.rows("latent").values():
-        field.view(torch.uint8).zero_()
-    one, other = pool.latent(0), pool.latent(1)
-    one.write(slots, latent_rows, rope)
-    write_latents(latent_rows, rope, slots.int(), to=other.pages)
-    assert other.pages[0].float().isnan().any(), "what is wrong stays visible"
-    for rows, right_rows in zip(other.pages, one.pages, strict=True):
-        assert torch.equal(rows.float().nan_to_num(7.0), right_rows.float().nan_to_num(7.0))
+    views = {}
+    for device in ("cpu", DEVICE):
+        ctx = ParallelContext.single(torch.device(device))
+        pool = DevicePool([component], num_layers=1, sizes={FULL: 4}, page_size=64, ctx=ctx)
+        for field in pool.rows("latent").values():
+            field.view(torch.uint8).zero_()
+        views[device] = pool.latent(0)
+    # On CUDA, torch multiplies by 1 / 448 where it divides by 448 on a CPU.
+    views["cpu"].write(slots.cpu(), latent_rows.cpu(), rope.cpu())
+    one = views[DEVICE]
+    write_latents(latent_rows, rope, slots.int(), to=one.pages)
+    assert one.pages[0].float().isnan().any(), "what is wrong stays visible"
+    for rows, right_rows in zip(one.pages, views["cpu"].pages, strict=True):
+        assert torch.equal(rows.float().nan_to_num(7.0).cpu(), right_rows.float().nan_to_num(7.0))
     for dtype in (torch.bfloat16, torch.float16):
         found, wanted = read_latents(slots, pages=one.pages, dtype=dtype), one.take(slots, dtype=dtype)
         assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(found, wanted, strict=True))
