@@ -150,8 +150,11 @@ class OneQuery:
         if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
             self._rows = Rows.whole(self.table, layers.window, reads_early=is_apart)
         else:
-            num_heads = static.num_rows * layers.heads.keys
+            num_heads, heads = static.num_rows * layers.heads.keys, layers.heads
             num_programs = splits * num_heads if splits else kernels.num_blocks
+            # As many as the buffer has room for: float32 results and two more numbers for each query head.
+            most = kernels.partial.nbytes // (4 * static.num_rows * heads.queries * (heads.dim + 2))
+            num_programs = min(num_programs, most * num_heads)
             self._rows = Rows.split(self.table, num_heads, num_programs, kernels.partial, reads_early=is_apart)
 
     @staticmethod

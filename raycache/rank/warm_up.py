@@ -4,7 +4,8 @@ FlashInfer compiles a kernel per kind of attention, Triton also per size and ali
 a step needs follows from its rows, so the steps below have all kinds of rows that a deployment can meet:
 
     prompts     of every power of two of tokens, and one more, up to the largest step; new, and behind a cached page
-    contexts    few tokens, many tokens and a single one behind every power of two of cached tokens, up to the longest
+    contexts    few tokens, many tokens and a single one behind every power of two of cached tokens, up to the longest;
+                under cp a long chunk, whose queries go by copy engines
     batches     of single tokens, up to the largest batch; of prompts; of both
     drafts      rows with every number of draft tokens, and draft tokens for the next row
     samplers    every filter and penalty, masks, log-probabilities, scored prompts
@@ -147,8 +148,11 @@ class _Maker:
             yield self._plan([self._row(0, 0, length, output_position=-1)])
 
     def contexts(self) -> Iterator[StepPlan]:
-        """Chunks and single tokens that end with a power of two of tokens, or with the longest sequence."""
+        """Chunks and single tokens that end with a power of two of tokens, or with the longest sequence; under cp also a
+        long chunk behind twice as many tokens, whose queries are passed."""
         longest = self.largest.longest
+        if self.deployment.split.cp > 1 and (count := min(self.largest.tokens, longest // 3)):
+            yield self._plan([self._row(0, 2 * count, count)])
         for end in sorted({2**i for i in range(6, longest.bit_length())} | {longest}):
             for count in (1, _FEW, _MANY):
                 if count < end:
