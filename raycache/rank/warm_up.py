@@ -148,10 +148,10 @@ class _Maker:
             yield self._plan([self._row(0, 0, length, output_position=-1)])
 
     def contexts(self) -> Iterator[StepPlan]:
-        """Chunks and single tokens that end with a power of two of tokens, or with the longest sequence; under cp also a
-        long chunk behind twice as many tokens, whose queries are passed."""
+        """Chunks and single tokens that end with a power of two of tokens, or with the longest sequence; under cp also
+        a long chunk behind twice as many tokens, whose queries are passed."""
         longest = self.largest.longest
-        if self.deployment.split.cp > 1 and (count := min(self.largest.tokens, longest // 3)):
+        if self.deployment.config.split.cp > 1 and (count := min(self.largest.tokens, longest // 3)):
             yield self._plan([self._row(0, 2 * count, count)])
         for end in sorted({2**i for i in range(6, longest.bit_length())} | {longest}):
             for count in (1, _FEW, _MANY):
