@@ -199,7 +199,10 @@ def wanted_kernels(
             dims = (shapes["latent"][0], shapes["rope"][0])
             if dims != LATENT_DIMS:
                 unsupported.append(f"latents of {dims[0]} + {dims[1]}")
-            elif "scale" not in shapes:  # those in fp8 have kernels in Triton
+            elif "scale" in shapes:  # their kernels are in Triton
+                if capability < (9, 0):
+                    unsupported.append("latents in fp8 before Hopper")
+            else:
                 head = f"head_dim_ckv_{dims[0]}_head_dim_kpe_{dims[1]}_"
                 want("latents", "batch_mla_attention", head, end="_planabi2")
     return kernels, unsupported

@@ -102,6 +102,7 @@ def attend(
     assert new is None or (rows.reads_early and new[0][0].is_contiguous() and new[1][0].is_contiguous())
     new_k, new_v = (q, q) if new is None else new
     partial, counts = (q if each is None else each for each in (rows.partial, rows.counts))
+    assert partial is q or partial.numel() >= num_rows * num_heads * rows.splits * (dim + 2), "no room for results"
     tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
     pointers = table.indptr, table.lens, table.begins, table.ids, partial, counts
     strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
@@ -172,9 +173,9 @@ def _attend(
     head, is_query = key_head * NUM_QUERIES + query, query < NUM_QUERIES
     length, pages = tl.load(lens + row), ids + tl.load(indptr + row)
     first = tl.load(begins + row)
-    each = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
-    begin = first + split * each
-    end = tl.minimum(begin + each, length)
+    split_len = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
+    begin = first + split * split_len
+    end = tl.minimum(begin + split_len, length)
     last = begin + tl.maximum(tl.cdiv(end - begin, KEYS) - 1, 0) * KEYS
     place = last + key
     is_key = place < end
@@ -207,7 +208,7 @@ def _attend(
     result, most, total = _with_keys(
         result, most, total, queries, k, v, pages, begin, last, key_head, factor, DIM, PAGE, NUM_KEY_HEADS, KEYS
     )
-    used = tl.cdiv(length - first, tl.maximum(each, 1))
+    used = tl.cdiv(length - first, tl.maximum(split_len, 1))
     if SPLITS > 1 and used > 1:
         group = row * NUM_KEY_HEADS + key_head
         stats = partial + tl.num_programs(2).to(tl.int64) * NUM_KEY_HEADS * SPLITS * NUM_QUERIES * DIM

@@ -51,8 +51,8 @@ FEW_QUERIES = 128
 """Rows with fewer queries use the kernel for few: that for many has tiles of 128 queries per head. On an H200, one row
 of 128 after 8192 takes 83 us with the kernel for few and 120 us with the other, eight rows 402 and 246 us."""
 
-SHORT_WINDOW = 256
-"""Longest window whose keys one program takes at once."""
+SHORT_WINDOW = 128
+"""Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
 
 FEW_KEY_HEADS = 32
 """Key heads of all rows together, up to which recorded decode steps do without FlashInfer. It balances rows of unequal
@@ -147,7 +147,7 @@ class OneQuery:
 
         self.table, self.is_apart = StaticTable(static, kernels.device), is_apart
         self._scale = layers.heads.scale
-        if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
+        if _is_short(layers):
             self._rows = Rows.whole(self.table, layers.window, reads_early=is_apart)
         else:
             num_heads, heads = static.num_rows * layers.heads.keys, layers.heads
@@ -160,12 +160,10 @@ class OneQuery:
     @staticmethod
     def is_better(layers: Layers, static: StaticRows) -> bool:
         """Whether recorded steps should use it instead of FlashInfer, with one cp rank or without a window."""
-        if not triton_works():
-            return False
-        if 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128:
-            return True
         # Heads of 256 do not fit into registers beside their keys.
-        return layers.heads.dim <= 128 and static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
+        if not triton_works() or layers.heads.dim > 128:
+            return False
+        return _is_short(layers) or static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
 
     def run(
         self,
@@ -182,6 +180,11 @@ class OneQuery:
         return attend(q, view.k, view.v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse)
 
 
+def _is_short(layers: Layers) -> bool:
+    """Whether one program takes all keys of a window at once."""
+    return 0 < layers.window <= SHORT_WINDOW * 128 // layers.heads.dim
+
+
 class FullKernels:
     """Plan of the layers of one kind, with cp > 1 only for steps of single tokens; `static` is for a CUDA graph."""
 
@@ -192,6 +195,8 @@ class FullKernels:
         self._kernels, self._layers, self._layout = kernels, layers, layout
         self._recorded: PagedKernel | None = None
         self._one_query = self._without_plan(static)
+        is_alone = layout.inputs.ctx.cp.size == 1
+        self._writes_itself = is_alone and self._one_query is not None and self._one_query.is_apart
         if static is not None and self._one_query is None:
             self._recorded = PagedKernel(kernels, "fa2", static)
         self._writer = Writer(kernels, places.slots)
@@ -204,14 +209,16 @@ class FullKernels:
 
     def replan(self, places: Places) -> None:
         """Plan the next replay of a CUDA graph with other pages and slots."""
-        self._writer.refresh(places.slots)
+        if not self._writes_itself:
+            self._writer.refresh(places.slots)
         self._cached_plans = self._plan_cached(places)
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         inputs = self._layout.inputs
         owned = inputs.places[view.space].owned
         if inputs.ctx.cp.size == 1:
-            if self._one_query is not None and self._one_query.is_apart:
+            if self._writes_itself:
+                assert self._one_query is not None
                 return self._one_query.run(view, q, sinks, new=(k, v))
             self._writer.write_kv(owned, k, v, to=(view.k, view.v))
             if self._one_query is not None:

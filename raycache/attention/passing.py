@@ -37,7 +37,7 @@ from raycache.step.inputs import Pages, StepInputs
 Ints = NDArray[np.int32]
 
 _COPIES_SHARE = 4
-"""What exchanged bytes cost over those that are exchanged beside attention, which still are merged afterwards."""
+"""Bytes that copy engines exchange beside attention count a quarter of others: results are still merged afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

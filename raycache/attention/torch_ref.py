@@ -124,7 +124,8 @@ class TorchStep:
         if view.space not in self._passed:
             _, heads, dim = q.shape
             moved = PassedBytes.of(queries=heads, dim=dim, value_dim=dim, key=2 * k.shape[1] * dim, dtype=q.dtype)
-            passing = Passing(self._layout, view.space, moved)
+            # As a rank with kernels, which has none for the queries of chunks to a part of their window.
+            passing = Passing(self._layout, view.space, None if view.window else moved)
             self._passed[view.space] = PassedAttention(self._layout, view.space, passing, window=view.window)
         return self._passed[view.space]
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from raycache.layers.cp_split import CpSplit
     from raycache.parallel.collectives import Group
 
+BEST_PARTS = 16
+"""Parts of a rank's logits whose best are exchanged, one for each program of a kernel."""
+
 # Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary, R = ceil(V / tp).
 # Weights are [R, C] on every tp rank; rows beyond the vocabulary, on the last ranks, are zeros.
 
@@ -88,28 +91,27 @@ class VocabHead:
     def likeliest(self, own: Tensor) -> Tensor:
         """The argmax of the logits, from the part of each rank: [N, R] -> int64 [N] on every rank. Collective.
 
-        The first of several equal logits counts, as everywhere in torch. Ranks exchange the best of their part only.
+        The first of several equal logits counts, as everywhere in torch. Each rank sends int64 [N, BEST_PARTS, 2],
+        tokens and the bits of their logits in float64, whether it has kernels or not.
         """
         logits = own if self._cap is None and self._factor == 1.0 else self._adjusted(precise(own))
         tokens = self._own_tokens()
         if kernels := vocab_kernels_for(own):
-            best = kernels.best_of_part(logits, tokens)
+            best = kernels.best_of_part(logits, tokens, num_parts=BEST_PARTS)
             found: Tensor = kernels.best_of_all(best[None] if self._group.size == 1 else self._group.all_gather(best))
             return found
         if self._group.size == 1:
             return logits.argmax(-1)
-        best = own.new_empty((len(own), 2), dtype=torch.int64)  # token, and bits of its logit in float64
-        if tokens:
+        best = own.new_zeros((len(own), BEST_PARTS, 2), dtype=torch.int64)
+        best.view(torch.float64)[..., 1] = -torch.inf
+        if tokens:  # else all rows of the weight are beyond the vocabulary
             values, columns = logits[:, : len(tokens)].max(-1)
-            torch.add(columns, tokens.start, out=best[:, 0])
-            best.view(torch.float64)[:, 1].copy_(values)
-        else:  # all rows of the weight are beyond the vocabulary
-            best[:, 0] = 0
-            best.view(torch.float64)[:, 1] = -torch.inf
-        parts: Tensor = self._group.all_gather(best).unflatten(0, (self._cp, -1))
-        parts = parts.transpose(0, 1).flatten(0, 1)  # [tp cp, N, 2], in the order of the vocabulary
-        winners = parts.view(torch.float64)[..., 1].argmax(0, keepdim=True)
-        return parts[..., 0].gather(0, winners)[0]
+            torch.add(columns, tokens.start, out=best[:, 0, 0])
+            best.view(torch.float64)[:, 0, 1].copy_(values)
+        parts: Tensor = self._group.all_gather(best).unflatten(0, (self._cp, -1))  # [cp, tp, N, BEST_PARTS, 2]
+        parts = parts.permute(2, 1, 0, 3, 4).flatten(1, 3)  # in the order of the vocabulary
+        winners = parts.view(torch.float64)[..., 1].argmax(1, keepdim=True)
+        return parts[..., 0].gather(1, winners)[:, 0]
 
     def over_cp(self, split: CpSplit) -> VocabHead:
         """Each cp rank computes its run of the rows; all of them if cp does not divide them."""

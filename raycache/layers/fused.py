@@ -238,6 +238,6 @@ def _kernels() -> Any:
         kernels.gated(torch.ones(1, 16, dtype=torch.bfloat16, device="cuda"), "silu")
     except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        _log.warning("norms, activations and rotary embedding use torch, which is slower: Triton: %s", lines[0])
+        _log.warning("small operations between matrix products use torch, which is slower: Triton: %s", lines[0])
         return None
     return kernels

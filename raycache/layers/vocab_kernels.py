@@ -15,8 +15,6 @@ from raycache.parallel.devices import early
 
 _FEATURES = 1024
 """Features of a program: 16 bytes per load of each of 128 threads."""
-_PARTS = 16
-"""Programs per token that look for its best logit."""
 
 
 def embed(ids: Tensor, weight: Tensor, first: int) -> Tensor:
@@ -37,22 +35,23 @@ def embed(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     return out
 
 
-def best_of_part(logits: Tensor, tokens: range) -> Tensor:
+def best_of_part(logits: Tensor, tokens: range, *, num_parts: int) -> Tensor:
     """The best of this rank's logits.
 
     Args:
         logits: [N, R], contiguous in the last dimension.
         tokens: ids of the first columns; the others are beyond the vocabulary.
+        num_parts: runs of columns, each for one program; a power of two.
     Returns:
-        New int64 [N, parts, 2], of each part of the columns the first token with the highest logit, and the bits of
+        New int64 [N, num_parts, 2], of each part of the columns the first token with the highest logit, and the bits of
         that logit in float64; -inf for a part without tokens.
     """
-    best = torch.empty((len(logits), _PARTS, 2), dtype=torch.int64, device=logits.device)
+    best = torch.empty((len(logits), num_parts, 2), dtype=torch.int64, device=logits.device)
     if len(logits):
-        block = triton.next_power_of_2(triton.cdiv(max(logits.shape[1], 1), _PARTS))
+        block = triton.next_power_of_2(triton.cdiv(max(logits.shape[1], 1), num_parts))
         sizes = {"BLOCK": min(block, 8192), "num_warps": min(max(block // 512, 1), 8)}
         stride = logits.stride(0)
-        _best_of_part[len(logits), _PARTS](
+        _best_of_part[len(logits), num_parts](
             logits, best, len(tokens), tokens.start, stride, **sizes, **early(logits.device)
         )
     return best

@@ -178,13 +178,14 @@ def _new_copies(peers: PeerGroup, area_bytes: int) -> CopyExchange | None:
         memories = memory.share(memory_bytes(area_bytes, size=memory.size))
         made.append(CopyExchange(memory.rank, memories, CudaCopyStream(device)))
 
-    _all(peers, True, device)  # no member still uses the memory that the new one replaces
     problem = _within(limit_s / 2, make)
     if _all(peers, not problem, device):
         problem = _problem_of(made[0], memory.rank, device, limit_s=limit_s / 2)
         if _all(peers, not problem, device):
             _log.info("copy engines exchange up to %d MiB between members", area_bytes >> 20)
             return made[0]
+        made.clear()
+        memory.unshare()
     _log.warning("large tensors are exchanged by NCCL: %s", problem or "copies of another member fail")
     return None
 

@@ -50,7 +50,7 @@ class PeerMemory:
         torch.cuda.synchronize(device)
         self._name = name
         self._mapped: Any = None
-        self._shared: tuple[Any, ...] = ()
+        self._shared: list[tuple[Any, Any]] = []
         self.peers = torch.empty(0, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
@@ -67,8 +67,7 @@ class PeerMemory:
         self.peers = torch.tensor(self._mapped.buffer_ptrs, dtype=torch.int64, device=self.device)
 
     def share(self, num_bytes: int) -> list[Tensor]:
-        """Allocate more memory and map that of all members; what an earlier call gave must not be used any more.
-        Collective; may block for longer than the store's timeout.
+        """Allocate more memory and map that of all members. Collective; may block for longer than the store's timeout.
 
         Returns:
             uint8 [num_bytes] of each member, zero; valid as long as this object.
@@ -79,10 +78,13 @@ class PeerMemory:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         torch.cuda.set_device(self.device)
-        self._shared = ()
         own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device, self._name).zero_()
         # No member may write before all have zeroed their memory.
         torch.cuda.synchronize(self.device)
         mapped = _SymmetricMemory.rendezvous(own, self._name)
-        self._shared = own, mapped
+        self._shared.append((own, mapped))
         return [mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size)]
+
+    def unshare(self) -> None:
+        """Give back what `share` gave last."""
+        self._shared.pop()

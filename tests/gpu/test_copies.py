@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -154,11 +155,23 @@ class Rounds:
 
 def largest_differences(ctx: ParallelContext) -> dict[str, float]:
     """Between copy engines and NCCL, of all layers of each step, relative; each way runs all steps in a row."""
-    rounds, copies = Rounds(ctx), PeerGroup.copies
-    by_copies = {name: rounds.results(name) for _ in range(2) for name in STEPS}
-    assert ctx.cp.copies(1) is not None, "see the warnings in the log"
+    rounds, copies, send = Rounds(ctx), PeerGroup.copies, CopyExchange.send
+    sent = []
+
+    def sending(exchange: CopyExchange, *what: Any) -> None:
+        sent.append(what)
+        send(exchange, *what)
+
+    CopyExchange.send = sending  # type: ignore[method-assign]
+    by_copies = {}
+    for _, name in itertools.product(range(2), STEPS):
+        sent.clear()
+        by_copies[name] = rounds.results(name)
+        assert sent, "all by NCCL; see the warnings in the log"
+    sent.clear()
     PeerGroup.copies = lambda self, area_bytes: None  # type: ignore[method-assign]
     by_nccl = {name: rounds.results(name) for name in STEPS}
+    assert not sent
     PeerGroup.copies = copies  # type: ignore[method-assign]
     return {
         name: max(

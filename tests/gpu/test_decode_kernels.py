@@ -60,7 +60,9 @@ def check(found: Tensor, right: Tensor) -> None:
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(("heads", "dim"), [((16, 4), 128), ((64, 8), 64), ((16, 2), 256), ((5, 5), 128)])
+@pytest.mark.parametrize(
+    ("heads", "dim"), [((16, 4), 128), ((64, 8), 64), ((16, 2), 256), ((5, 5), 128), ((14, 2), 64)]
+)
 @pytest.mark.parametrize("splits", [1, 4, 32])
 def test_rows_of_any_length(splits: int, heads: tuple[int, int], dim: int, has_sinks: bool) -> None:
     from raycache.attention.decode_kernels import Rows, attend

@@ -347,6 +347,8 @@ def test_what_flashinfer_has_no_kernel_for_is_told(tmp_path: Path) -> None:
     ]
     kernels, strange = wanted_kernels(parts, dtype=torch.bfloat16, capability=(9, 0))
     assert not kernels and strange == ["heads of 80", "latents of 256 + 64"], "Triton's are not FlashInfer's"
+    _, strange = wanted_kernels(parts, dtype=torch.bfloat16, capability=(8, 9))
+    assert strange[-1] == "latents in fp8 before Hopper"
 
 
 def test_a_cluster_elsewhere_is_a_warning(tiny: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raycache.attention.torch_ref import TorchStep
 from raycache.layers.cp_split import CpSplit
-from raycache.layers.embedding import VocabHead
+from raycache.layers.embedding import BEST_PARTS, VocabHead
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import FULL
 from raycache.parallel.context import ParallelContext
@@ -252,7 +252,7 @@ def test_only_steps_that_sample_gather_logits(
     ):
         with gathered(monkeypatch) as shapes:
             ran(model_dir, steps, split=split, is_recorded=is_recorded, splits_decode=splits_decode)
-        pairs = [len(shape) == 2 and shape[-1] == 2 for shape in shapes]
+        pairs = [shape[1:] == (BEST_PARTS, 2) for shape in shapes]
         assert sum(shape[-1] in wide for shape in shapes) == num_wide * split.world_size
         assert sum(pairs) == (len(steps) - num_wide) * split.world_size
 
