@@ -102,7 +102,7 @@ def attend(
     assert new is None or (rows.reads_early and new[0][0].is_contiguous() and new[1][0].is_contiguous())
     new_k, new_v = (q, q) if new is None else new
     partial, counts = (q if each is None else each for each in (rows.partial, rows.counts))
-    assert partial is q or partial.numel() >= num_rows * num_heads * rows.splits * (dim + 2), "no room for results"
+    assert rows.splits == 1 or partial.numel() >= num_rows * num_heads * rows.splits * (dim + 2), "no room for results"
     tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
     pointers = table.indptr, table.lens, table.begins, table.ids, partial, counts
     strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
