@@ -22,7 +22,7 @@ def test_a_machine_without_triton_is_told_why_once(
     assert [fused._kernels() for _ in range(2)] == [None, None]
     fused._kernels.cache_clear()
     (line,) = caplog.messages
-    assert line.startswith("norms, activations and rotary embedding use torch, which is slower: Triton: import of")
+    assert line.startswith("small operations between matrix products use torch, which is slower: Triton: import of")
 
 
 def test_a_clamped_silu_cuts_off_its_gate_above_and_the_other_factor_on_both_sides() -> None:
