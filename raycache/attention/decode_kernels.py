@@ -48,19 +48,17 @@ class Rows:
     table: StaticTable
     splits: int
     keys: int
-    reads_early: bool = True
+    reads_early: bool
     partial: Tensor | None = None
     counts: Tensor | None = None
 
     @classmethod
-    def whole(cls, table: StaticTable, window: int, *, reads_early: bool = True) -> Rows:
+    def whole(cls, table: StaticTable, window: int, *, reads_early: bool) -> Rows:
         """For one program that takes the keys of a window at once."""
         return cls(table, 1, max(16, triton.next_power_of_2(window)), reads_early)
 
     @classmethod
-    def split(
-        cls, table: StaticTable, num_heads: int, num_programs: int, buffer: Tensor, *, reads_early: bool = True
-    ) -> Rows:
+    def split(cls, table: StaticTable, num_heads: int, num_programs: int, buffer: Tensor, *, reads_early: bool) -> Rows:
         """For any number of keys.
 
         Args:

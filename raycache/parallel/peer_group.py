@@ -48,6 +48,7 @@ class PeerGroup(TorchGroup):
         self.memory = memory
         self.most_bytes = most_bytes
         self._copies: CopyExchange | None = None
+        self._outgrown: list[CopyExchange] = []  # which plans of a step may still use
         self._copied_bytes = 0  # asked for, whether there are copies or not
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -80,12 +81,15 @@ class PeerGroup(TorchGroup):
     def copies(self, area_bytes: int) -> CopyExchange | None:
         if area_bytes > self._copied_bytes:
             self._copied_bytes = area_bytes
+            if self._copies is not None:
+                self._outgrown.append(self._copies)
             self._copies = _new_copies(self, area_bytes)
         return self._copies
 
     def close(self) -> None:
-        if self._copies is not None:
-            self._copies.close()
+        for copies in [*self._outgrown, self._copies]:
+            if copies is not None:
+                copies.close()
         super().close()
 
     def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
@@ -184,8 +188,6 @@ def _new_copies(peers: PeerGroup, area_bytes: int) -> CopyExchange | None:
         if _all(peers, not problem, device):
             _log.info("copy engines exchange up to %d MiB between members", area_bytes >> 20)
             return made[0]
-        made.clear()
-        memory.unshare()
     _log.warning("large tensors are exchanged by NCCL: %s", problem or "copies of another member fail")
     return None
 

@@ -84,7 +84,3 @@ class PeerMemory:
         mapped = _SymmetricMemory.rendezvous(own, self._name)
         self._shared.append((own, mapped))
         return [mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size)]
-
-    def unshare(self) -> None:
-        """Give back what `share` gave last."""
-        self._shared.pop()

@@ -72,7 +72,7 @@ def test_rows_of_any_length(splits: int, heads: tuple[int, int], dim: int, has_s
     sinks = drawn(heads[0]) if has_sinks else None
     num_heads = len(LENGTHS) * heads[1]
     buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
-    rows = Rows.split(pages.table, num_heads, splits * num_heads, buffer)
+    rows = Rows.split(pages.table, num_heads, splits * num_heads, buffer, reads_early=True)
     assert rows.splits == splits
     right, right_lse = pages.right(0, sinks)
     before = None
@@ -113,7 +113,10 @@ def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window:
     layers = [Pages([1, 0, 64, 1100, 2049], (16, 4), 128, window) for _ in range(8)]
     buffer = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
     of_layers = [
-        Rows.whole(pages.table, window) if window else Rows.split(pages.table, 20, 264, buffer) for pages in layers
+        Rows.whole(pages.table, window, reads_early=True)
+        if window
+        else Rows.split(pages.table, 20, 264, buffer, reads_early=True)
+        for pages in layers
     ]
     first = drawn(5, 8, 128)
     some = torch.tensor([0, 2, 3, 4], device="cuda")  # rows with keys
