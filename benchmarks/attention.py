@@ -1,7 +1,7 @@
 """Attention of one layer on a GPU, through the backend, against FlashInfer called bare and the device's ceilings.
 
     python -m benchmarks.attention
-    python -m benchmarks.attention --json out.json
+    python -m benchmarks.attention --only "heads of 512" --json out.json
 
 Decode steps are recorded in CUDA graphs, as they are in service. "bare" is the same work without the backend: for
 latents the write of the new ones, both absorbing products and FlashInfer's kernel, recorded in the same way; "kernel"
@@ -246,37 +246,56 @@ def pairs(rows: list[tuple[int, int]]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", default="", help="what names of figures contain, such as 'heads of 512'")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     ceilings = Ceilings.measure(DEVICE, torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}: {ceilings.describe()}")
     figures: dict[str, dict[str, float]] = {"ceilings": vars(ceilings)}
     for heads, rows, length in ((16, 32, 8192), (128, 32, 8192), (16, 1, 8192)):
+        if args.only not in (name := f"latent decode, {rows} x {length}, {heads} heads"):
+            continue
         found = latent_decode(heads, rows=rows, length=length, repeats=args.repeats)
         found["GB/s"] = rows * length * (RANK + ROPE) * 2 / found["kernel"] / 1e3
         found["backend / bare"] = found["backend"] / found["bare"]
         found["backend, FP8"] = latent_decode_fp8(heads, rows=rows, length=length, repeats=args.repeats)
-        figures[f"latent decode, {rows} x {length}, {heads} heads"] = found
-    for rows, length in ((64, 4096), (64, 1024), (1, 8192), (256, 1024)):
-        found = kv_decode(heads=(32, 8), dim=128, rows=rows, length=length, repeats=args.repeats)
-        found["GB/s"] = rows * length * 8 * 128 * 2 * 2 / found["backend"] / 1e3
+        figures[name] = found
+    for (heads, keys), dim, rows, length in (
+        ((32, 8), 128, 64, 4096),
+        ((32, 8), 128, 64, 1024),
+        ((32, 8), 128, 1, 8192),
+        ((32, 8), 128, 256, 1024),
+        ((16, 2), 512, 32, 8192),
+        ((16, 2), 512, 1, 8192),
+    ):
+        if args.only not in (name := f"decode, {rows} x {length}, {heads} / {keys} heads of {dim}"):
+            continue
+        found = kv_decode(heads=(heads, keys), dim=dim, rows=rows, length=length, repeats=args.repeats)
+        found["GB/s"] = rows * length * keys * dim * 2 * 2 / found["backend"] / 1e3
         found["of the copy"] = found["GB/s"] * 1e9 / ceilings.copy_bytes_s
-        figures[f"decode, {rows} x {length}, 32 / 8 heads of 128"] = found
+        figures[name] = found
     full = kv("kv", [0], heads=8, dim=128, fmt=FMT)
+    wide = kv("kv", [0], heads=2, dim=512, fmt=FMT)
     mla = latent([0], rank=RANK, rope_dim=ROPE, fmt=FMT)
     for name, component, heads, dim, value_dim, batch in (
         ("prefill 8192, 32 / 8 heads of 128", full, 32, 128, 128, [(0, 8192)]),
         ("prefill 2048 behind 6144, 32 / 8 heads of 128", full, 32, 128, 128, [(6144, 2048)]),
+        ("prefill 8192, 16 / 2 heads of 512", wide, 16, 512, 512, [(0, 8192)]),
+        ("prefill 2048 behind 6144, 16 / 2 heads of 512", wide, 16, 512, 512, [(6144, 2048)]),
         ("prefill 8192, latents, 16 heads", mla, 16, 192, 128, [(0, 8192)]),
         ("prefill 2048 behind 30720, latents, 16 heads", mla, 16, 192, 128, [(30720, 2048)]),
     ):
+        if args.only not in name:
+            continue
         us = prefill(component, batch, heads=heads, dim=dim, repeats=args.repeats)
         flops = 2 * pairs(batch) * heads * (dim + value_dim) / us * 1e6
         figures[name] = {"backend": us, "TFLOP/s": flops / 1e12, "of the product": flops / ceilings.matmul_flops}
     for heads, batch in ((16, [(30720, 2048)]), (128, [(30720, 2048)]), (16, [(30720, 1)] * 64)):
-        us = prefill(mla, batch, heads=heads, dim=PLAIN + ROPE, repeats=args.repeats, top_k=CHOSEN)
         count = sum(tokens for _, tokens in batch)
-        figures[f"{count} queries of {CHOSEN} chosen latents, {heads} heads"] = {
+        if args.only not in (name := f"{count} queries of {CHOSEN} chosen latents, {heads} heads"):
+            continue
+        us = prefill(mla, batch, heads=heads, dim=PLAIN + ROPE, repeats=args.repeats, top_k=CHOSEN)
+        figures[name] = {
             "backend": us,
             "GB/s": count * CHOSEN * (RANK + ROPE) * 2 / us / 1e3,
             "TFLOP/s": 2 * count * CHOSEN * heads * (2 * RANK + ROPE) / us / 1e6,

@@ -14,6 +14,7 @@ import torch
 from launch.doctor.check import CheckResult, Outcome
 from launch.table import human_bytes
 from raycache.attention.flashinfer import HEAD_DIMS, LATENT_DIMS
+from raycache.attention.flashinfer_kernels import WIDEST_OF_FA3
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.memory.component import Component
@@ -178,10 +179,10 @@ def wanted_kernels(
     unsupported: list[str] = []
     number = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
-    def want(name: str, library: str, *words: str, end: str) -> None:
+    def want(name: str, library: str, *words: str, end: str, has_fa3: bool = True) -> None:
         words = (f"{library}_", f"dtype_q_{number}_", f"dtype_kv_{number}_", *words)
         kernels.append(Kernel(f"{name} (fa2)", words, end))
-        if capability[0] == _HOPPER:
+        if has_fa3 and capability[0] == _HOPPER:
             kernels.append(Kernel(f"{name} (fa3)", words, "_sm90"))
 
     for part in parts:
@@ -194,7 +195,8 @@ def wanted_kernels(
             else:
                 head = f"head_dim_qk_{size}_head_dim_vo_{size}_"
                 swa = f"use_swa_{bool(part.window)}_"
-                want(name, "batch_prefill_with_kv_cache", head, swa, end="_kv_stride_equal")
+                library, has_fa3 = "batch_prefill_with_kv_cache", size <= WIDEST_OF_FA3
+                want(name, library, head, swa, end="_kv_stride_equal", has_fa3=has_fa3)
         if "latent" in shapes:
             dims = (shapes["latent"][0], shapes["rope"][0])
             if dims != LATENT_DIMS:

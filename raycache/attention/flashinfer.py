@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 LATENT_DIMS = (512, 64)
-EXPANDED_DIMS = ((192, 128), *((dim, dim) for dim in HEAD_DIMS))
+EXPANDED_DIMS = ((192, 128), (64, 64), (128, 128), (256, 256))
 """Features of a head's key and value where keys and values are computed from latents."""
 
 EXPANDED_BYTES = 512 << 20

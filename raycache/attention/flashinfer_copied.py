@@ -21,14 +21,13 @@ size, Dv of values.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from raycache.attention.flashinfer_full import FEW_QUERIES, Layers, Planned
-from raycache.attention.flashinfer_kernels import KernelCache, PagedKernel
+from raycache.attention.flashinfer_full import Layers, Planned
+from raycache.attention.flashinfer_kernels import FEW_QUERIES, KernelCache
 from raycache.attention.flashinfer_tables import are_all, page_table
 from raycache.attention.layout import merge_parts
 from raycache.attention.merge import Part, no_keys
@@ -168,17 +167,15 @@ class CopiedQueries:
         places, exchange, kernels = step.places[self._layers.space], self._asking, self._kernels
         starts = itertools.accumulate(map(len, exchange.locals_[rank]), initial=0)
         queries = [range(first, last) for first, last in itertools.pairwise(starts)]
-        families: dict[str, list[int]] = {}
+        by_queries: dict[bool, list[int]] = {}
         for row in rows:
             if places.pages.cached[row] and (count := len(queries[row])):
-                families.setdefault("fa2" if count < FEW_QUERIES else kernels.newest, []).append(row)
+                by_queries.setdefault(count < FEW_QUERIES, []).append(row)
         found = []
-        for family, some in families.items():
+        for is_few, some in by_queries.items():
             page_len = places.page_size // places.cp_size
             table = page_table(places.pages, some, places.pages.cached, queries=queries, page_len=page_len)
-            kernel = kernels.kernel(
-                (self._layers, name, rank, family), functools.partial(PagedKernel, kernels, family, None)
-            )
+            kernel = kernels.paged((self._layers, name, rank), self._layers.heads, is_few=is_few)
             kernel.plan(table, self._layers.heads, is_causal=False, window=0)
             found.append(Planned(kernels.tokens(table.tokens), kernel))
         return found

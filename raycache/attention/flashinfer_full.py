@@ -25,7 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycache.attention.flashinfer_kernels import Heads, KernelCache, LseBase, PagedKernel, RaggedKernel, Writer
+from raycache.attention.flashinfer_kernels import (
+    FEW_QUERIES,
+    Heads,
+    KernelCache,
+    LseBase,
+    PagedKernel,
+    RaggedKernel,
+    Writer,
+)
 from raycache.attention.flashinfer_replans import StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import (
     Ints,
@@ -46,10 +54,6 @@ from raycache.attention.sinks import apply_sinks
 from raycache.attention.triton_works import triton_works
 from raycache.memory.views import KVView
 from raycache.step.inputs import Places
-
-FEW_QUERIES = 128
-"""Rows with fewer queries use the kernel for few: that for many has tiles of 128 queries per head. On an H200, one row
-of 128 after 8192 takes 83 us with the kernel for few and 120 us with the other, eight rows 402 and 246 us."""
 
 SHORT_WINDOW = 128
 """Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
@@ -116,7 +120,8 @@ class _Copies:
         lens = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
         keys = starts_of([len(some) + count for some, count in zip(slots, lens, strict=True)])
         tokens = together([range(span.start, span.stop) for span in self._new])
-        self._kernel = kernels.kernel((layers, "copies"), functools.partial(RaggedKernel, kernels))
+        family = kernels.family(layers.heads.dim, is_few=False)
+        self._kernel = kernels.kernel((layers, "copies"), functools.partial(RaggedKernel, kernels, family))
         self._kernel.plan(Segments(tokens, starts_of(lens), keys), layers.heads, is_causal=True, window=layers.window)
         self.tokens = kernels.tokens(tokens)
 
@@ -160,7 +165,7 @@ class OneQuery:
     @staticmethod
     def is_better(layers: Layers, static: StaticRows) -> bool:
         """Whether recorded steps should use it instead of FlashInfer, with one cp rank or without a window."""
-        # Heads of 256 do not fit into registers beside their keys.
+        # Larger heads do not fit into registers beside their keys.
         if not triton_works() or layers.heads.dim > 128:
             return False
         return _is_short(layers) or static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
@@ -291,21 +296,19 @@ class FullKernels:
             self._recorded.plan(table, heads, is_causal=is_alone, window=window)
             return [Planned(table.tokens, self._recorded)]
         found = list[Planned]()
-        for family, some in self._by_family(lens):
+        for is_few, some in self._by_queries(lens).items():
             table = page_table(places.pages, some, lens, queries=[row.tokens for row in rows], page_len=page_len)
-            kernel = self._kernels.kernel(
-                (self._layers, family), functools.partial(PagedKernel, self._kernels, family, None)
-            )
+            kernel = self._kernels.paged(self._layers, heads, is_few=is_few)
             kernel.plan(table, heads, is_causal=is_alone, window=window)
             found.append(Planned(self._kernels.tokens(table.tokens), kernel))
         self._is_partition = is_partition([planned.tokens for planned in found], self._layout.inputs.num_tokens)
         return found
 
-    def _by_family(self, lens: Ints) -> list[tuple[str, list[int]]]:
-        """Rows with keys, by kernel family."""
+    def _by_queries(self, lens: Ints) -> dict[bool, list[int]]:
+        """Rows with keys, by whether they have few queries."""
         rows = self._layout.inputs.rows
-        found: dict[str, list[int]] = {}
+        found: dict[bool, list[int]] = {}
         for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
             if count and i not in self._copied:
-                found.setdefault("fa2" if len(row.tokens) < FEW_QUERIES else self._kernels.newest, []).append(i)
-        return list(found.items())
+                found.setdefault(len(row.tokens) < FEW_QUERIES, []).append(i)
+        return found

@@ -40,6 +40,13 @@ _MOST_CHECKED = 8192
 """Most tiles of queries that are planned without FlashInfer's checks: it has room for 16,384 parts of their keys, and
 splits those of at most one tile per multiprocessor."""
 
+FEW_QUERIES = 128
+"""Rows with fewer queries use the kernel for few: that for many has tiles of 128 queries per head. On an H200, one row
+of 128 after 8192 takes 83 us with the kernel for few and 120 us with the other, eight rows 402 and 246 us."""
+
+WIDEST_OF_FA3 = 256
+"""Largest head size that "fa3" has kernels for; larger heads (Gemma 4) use "fa2" for rows of any length."""
+
 LseBase = Literal["ln", "log2"]
 """Of a log-sum-exp. FlashInfer's kernels give "log2"; "ln" is another launch."""
 
@@ -86,6 +93,16 @@ class KernelCache:
         self.partial = torch.empty(PARTIAL_BYTES, dtype=torch.uint8, device=device)
         self.shortcut = Shortcut()
         self._kernels: dict[Hashable, Any] = {}
+
+    def family(self, dim: int, *, is_few: bool) -> str:
+        """The family of kernels for rows with few or many queries of size `dim`, see `PagedKernel`."""
+        return "fa2" if is_few or dim > WIDEST_OF_FA3 else self.newest
+
+    def paged(self, key: Hashable, heads: Heads, *, is_few: bool) -> PagedKernel:
+        """The kernel with this key, for rows with few or many queries. If both use one family, they have a plan each,
+        since in one plan a long row of one query would not be split beside a long chunk."""
+        family = self.family(heads.dim, is_few=is_few)
+        return self.kernel((key, is_few), functools.partial(PagedKernel, self, family, None))
 
     def kernel(self, key: Hashable, make: Callable[[], Kernel]) -> Kernel:
         """The kernel with this key, made on first use; its buffers are reused in all steps."""
@@ -234,12 +251,13 @@ class RaggedKernel:
     """Queries against packed keys and values.
 
     Args:
+        family: see `PagedKernel`.
         is_piece: whether it is one of many, so that its buffers should be small.
     """
 
-    def __init__(self, kernels: KernelCache, *, is_piece: bool = False) -> None:
-        self._kernels, self._planning = kernels, PinnedUse(kernels.device)
-        self._wrapper = kernels.lib.BatchPrefillWithRaggedKVCacheWrapper(kernels.partial, "NHD", backend=kernels.newest)
+    def __init__(self, kernels: KernelCache, family: str, *, is_piece: bool = False) -> None:
+        self._kernels, self._family, self._planning = kernels, family, PinnedUse(kernels.device)
+        self._wrapper = kernels.lib.BatchPrefillWithRaggedKVCacheWrapper(kernels.partial, "NHD", backend=family)
         if is_piece:
             plan = torch.empty(PIECE_PLAN_BYTES, dtype=torch.uint8, device=kernels.device)
             self._wrapper.reset_workspace_buffer(kernels.partial, plan)
@@ -247,7 +265,7 @@ class RaggedKernel:
     def plan(self, segments: Segments, heads: Heads, *, is_causal: bool, window: int = 0) -> None:
         """Plan a step; see `PagedKernel.plan`."""
         kernels = self._kernels
-        name = f"{kernels.newest} for heads of {heads.dim} and {heads.value_dim} in {heads.dtype}{_windowed(window)}"
+        name = f"{self._family} for heads of {heads.dim} and {heads.value_dim} in {heads.dtype}{_windowed(window)}"
         with self._planning, kernels.building(name):
             self._wrapper.plan(
                 *kernels.pinned(segments.queries, segments.keys),

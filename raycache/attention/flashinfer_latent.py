@@ -225,7 +225,7 @@ class LatentKernels:
         return self._kernels.tokens(table.tokens), kernel
 
     def _planned_pieces(self, places: Places, rows: Sequence[int], expanded_bytes: int) -> Iterator[_Piece]:
-        heads = self._layers.heads
+        kernels, heads = self._kernels, self._layers.heads
         token_bytes = heads.dtype.itemsize * heads.queries * (heads.dim + heads.value_dim)
         cut = pieces(
             places.pages,
@@ -235,19 +235,19 @@ class LatentKernels:
             length=max(1, expanded_bytes // token_bytes),
         )
         for i, piece in enumerate(cut):
-            kernel = self._kernels.kernel(
-                (self._layers, "piece", i), functools.partial(RaggedKernel, self._kernels, is_piece=True)
+            kernel = kernels.kernel(
+                (self._layers, "piece", i), functools.partial(RaggedKernel, kernels, kernels.newest, is_piece=True)
             )
             kernel.plan(piece.segments, heads, is_causal=False)
-            yield _Piece(self._kernels.tokens(piece.segments.tokens), self._kernels.on_device(piece.slots), kernel)
+            yield _Piece(kernels.tokens(piece.segments.tokens), kernels.on_device(piece.slots), kernel)
 
     def _planned_runs(self, many: Sequence[int]) -> Iterator[tuple[Tokens, RaggedKernel]]:
-        expanded = set(many)
+        kernels, expanded = self._kernels, set(many)
         chunks = [chunk for chunk in self._layout.chunks if not self._is_whole or chunk.row in expanded]
         for i, segments in enumerate(run_segments(chunks)):
-            kernel = self._kernels.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._kernels))
+            kernel = kernels.kernel((self._layers, "run", i), functools.partial(RaggedKernel, kernels, kernels.newest))
             kernel.plan(segments, self._layers.heads, is_causal=True)
-            yield self._kernels.tokens(segments.tokens), kernel
+            yield kernels.tokens(segments.tokens), kernel
 
 
 def attend_absorbed(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from raycache.attention.flashinfer_copied import CopiedQueries
-from raycache.attention.flashinfer_full import FEW_QUERIES, FullKernels, Layers
-from raycache.attention.flashinfer_kernels import KernelCache, LseBase, PagedKernel, Writer
+from raycache.attention.flashinfer_full import FullKernels, Layers
+from raycache.attention.flashinfer_kernels import FEW_QUERIES, KernelCache, LseBase, PagedKernel, Writer
 from raycache.attention.flashinfer_tables import PassedRun, Tokens, are_all, passed_table
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import no_keys
@@ -104,17 +104,14 @@ class PassedKernels:
         return out, lse
 
     def _planned(self) -> list[tuple[Tokens, PagedKernel]]:
-        families: dict[str, list[PassedRun]] = {}
+        by_queries: dict[bool, list[PassedRun]] = {}
         for keys in self._passing.keys:
             for local, run in keys.chunk.local_runs():
-                family = "fa2" if len(run) < FEW_QUERIES else self._kernels.newest
-                families.setdefault(family, []).append((keys, local, run))
+                by_queries.setdefault(len(run) < FEW_QUERIES, []).append((keys, local, run))
         found = []
-        for family, runs in families.items():
+        for is_few, runs in by_queries.items():
             table = passed_table(runs, page_len=self._passing.page_len)
-            kernel = self._kernels.kernel(
-                (self._layers, "passed", family), functools.partial(PagedKernel, self._kernels, family, None)
-            )
+            kernel = self._kernels.paged((self._layers, "passed"), self._layers.heads, is_few=is_few)
             kernel.plan(table, self._layers.heads, is_causal=True, window=self._layers.window)
             found.append((self._kernels.tokens(table.tokens), kernel))
         return found

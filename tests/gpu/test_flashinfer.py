@@ -195,8 +195,10 @@ def test_a_kernel_that_cannot_be_compiled_is_a_setting_that_cannot_work(monkeypa
         (full.Heads(kv=2, group=1, dim=128), 16),
         (full.Heads(kv=2, group=4, dim=128), 64),
         (full.Heads(kv=1, group=8, dim=64, has_sinks=True), 16),
+        (full.Heads(kv=2, group=8, dim=512), 64),
+        (full.Heads(kv=1, group=3, dim=512, has_sinks=True), 16),
     ],
-    ids=["128x1", "128x4", "64x8-sinks"],
+    ids=["128x1", "128x4", "64x8-sinks", "512x8", "512x3-sinks"],
 )
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_keys_and_values(
@@ -207,13 +209,14 @@ def test_keys_and_values(
 
 
 @pytest.mark.parametrize("way", ["keys", "queries", "both"])
+@pytest.mark.parametrize("dim", [128, 512])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_chunks_that_pass_keys_or_queries(
-    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch, cp: int, way: str
+    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch, cp: int, dim: int, way: str
 ) -> None:
     passing.choose(monkeypatch, way)
     for has_sinks in (False, True):
-        heads = full.Heads(kv=2, group=4, dim=128, has_sinks=has_sinks)
+        heads = full.Heads(kv=2, group=4, dim=dim, has_sinks=has_sinks)
         sequences = full.Sequences(case_of([(300, 200), (77, 1), (90, 331), (0, 65), (129, 24)], cp=cp), heads)
         near(sequences.attend(backend), right(sequences), ERROR)
 
@@ -440,25 +443,25 @@ REPLAYED = [DECODES, [(5, 1)], [(290, 1), (1, 1), (16, 1), (130, 1)]]
 
 
 @pytest.mark.parametrize(
-    ("window", "kv_heads"),
-    [(0, 2), (20, 2), (200, 5), (270, 2), (0, 40)],
-    ids=["plain", "window", "longer-window", "long-window", "no-split"],
+    ("window", "kv_heads", "dim"),
+    [(0, 2, 64), (20, 2, 64), (200, 5, 64), (270, 2, 64), (0, 40, 64), (0, 2, 512), (0, 40, 512)],
+    ids=["plain", "window", "longer-window", "long-window", "no-split", "wide", "wide-no-split"],
 )
 def test_a_recorded_decode_step_is_replayed_with_other_rows(
-    backend: AttentionBackend, kv_heads: int, window: int
+    backend: AttentionBackend, kv_heads: int, window: int, dim: int
 ) -> None:
     """With 40 heads the rows fill a device, so that keys are not split. Few rows, and short windows, need no plan."""
-    heads = full.Heads(kv=kv_heads, group=4, dim=64, has_sinks=window > 0)
+    heads = full.Heads(kv=kv_heads, group=4, dim=dim, has_sinks=window > 0 or dim > 256)
     cases = [case_of(rows, page_size=16, window=window) for rows in REPLAYED]
-    component = kv("window" if window else "kv", (0,), heads=kv_heads, dim=64, fmt=cases[0].fmt, window=window)
+    component = kv("window" if window else "kv", (0,), heads=kv_heads, dim=dim, fmt=cases[0].fmt, window=window)
     recorded = Recorded(backend, component, page_size=16)
     view = recorded.pool.kv(0)
     sinks = full.Sequences(cases[0], heads).sinks
     on_device = None if sinks is None else sinks.to(DEVICE)
-    q = torch.zeros(8, 4 * kv_heads, 64, dtype=torch.bfloat16, device=DEVICE)
-    k, v = torch.zeros(2, 8, kv_heads, 64, dtype=torch.bfloat16, device=DEVICE)
+    q = torch.zeros(8, 4 * kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+    k, v = torch.zeros(2, 8, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
     with torch.inference_mode():
-        replay = recorded.record(lambda step: step.attend(view, q, k, v, scale=64**-0.5, sinks=on_device))
+        replay = recorded.record(lambda step: step.attend(view, q, k, v, scale=dim**-0.5, sinks=on_device))
         for case in cases:
             sequences = full.Sequences(case, heads)
             sequences.sinks = sinks
@@ -535,11 +538,15 @@ def test_a_recorded_step_over_chosen_latents_is_replayed_with_other_choices(
             near(replay()[:count].cpu().split(1), some.exact(), LATENT_ERROR)
 
 
-@BOTH_FORMATS
+@pytest.mark.parametrize(
+    ("has_fp8", "dim"), [(False, 64), (True, 64), (False, 512)], ids=["bfloat16", "fp8", "bfloat16-wide"]
+)
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_static_step_of_several_ranks_serves_other_rows(backend: AttentionBackend, cp: int, has_fp8: bool) -> None:
+def test_a_static_step_of_several_ranks_serves_other_rows(
+    backend: AttentionBackend, cp: int, has_fp8: bool, dim: int
+) -> None:
     """Not recorded: threads cannot meet in a graph."""
-    heads = full.Heads(kv=2, group=4, dim=64)
+    heads = full.Heads(kv=2, group=4, dim=dim)
     every = [
         (full.Sequences(case, heads), latents.Sequences(case, SIZES))
         for case in (case_of(rows, cp=cp, page_size=16) for rows in REPLAYED)
@@ -548,7 +555,7 @@ def test_a_static_step_of_several_ranks_serves_other_rows(backend: AttentionBack
     found: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in every]
 
     def work(ctx: ParallelContext) -> None:
-        one = Recorded(backend, kv("kv", (0,), heads=2, dim=64, fmt=fmt), page_size=16, ctx=ctx)
+        one = Recorded(backend, kv("kv", (0,), heads=2, dim=dim, fmt=fmt), page_size=16, ctx=ctx)
         small_fmt = dataclasses.replace(fmt, has_fp8_latent=has_fp8)
         other = Recorded(backend, latent([0], rank=512, rope_dim=64, fmt=small_fmt), page_size=16, ctx=ctx)
         keys, view = one.pool.kv(0), other.pool.latent(0)

@@ -87,8 +87,8 @@ def equal(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> No
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
 @pytest.mark.parametrize(
     ("queries", "keys", "dim", "window"),
-    [(64, 8, 64, 0), (64, 8, 64, 128), (32, 8, 128, 0), (40, 40, 128, 0)],
-    ids=["plain", "window", "128", "no-split"],
+    [(64, 8, 64, 0), (64, 8, 64, 128), (32, 8, 128, 0), (40, 40, 128, 0), (16, 2, 512, 0)],
+    ids=["plain", "window", "128", "no-split", "512"],
 )
 def test_keys_and_values(
     direct: KernelCache, by_wrapper: KernelCache, queries: int, keys: int, dim: int, window: int, rows: int

@@ -39,7 +39,7 @@ def test_parts_of_all_ranks_are_merged_as_in_torch(
         assert float((found.double() - wanted[:, own]).abs().max()) <= bound
 
 
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(7, 12, 64), (50, 6, 80), (130, 16, 128)])
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(7, 12, 64), (50, 6, 80), (130, 16, 128), (9, 6, 512)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_own", [False, True])
 @pytest.mark.parametrize(("has_sinks", "is_log2"), [(False, True), (True, False), (True, True)])
@@ -66,7 +66,7 @@ def test_parts_of_some_tokens_are_merged_as_in_torch(
     assert found.shape == wanted.shape and float((found.double() - wanted).abs().max()) <= bound
 
 
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 32, 128), (7, 12, 64), (130, 6, 256)])
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 32, 128), (7, 12, 64), (130, 6, 256), (9, 6, 512)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_others", [1, 3])
 @pytest.mark.parametrize("has_sinks", [False, True])

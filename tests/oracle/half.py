@@ -1,7 +1,7 @@
 """Families with heads that fast kernels take, in bfloat16; and a script of steps that goes the ways of a service.
 
 settings       those of oracle/families.py with heads of 64 and 128, latents of 512 + 64, an index head of 128; heads of
-               glm_moe_dsa as published, which are larger
+               glm_moe_dsa and of gemma4's full layers as published, which are larger
 weights        drawn as there, then rounded: read as float32 they are the same numbers
 sequences      0 is computed from nothing; 3, 4 and 5 go on behind its first 10 pages; 1 and 2 are others
 steps          chunks of several rows, single tokens among them, decodes of one to six rows, rows that come and go
@@ -36,6 +36,9 @@ _EXPERT_SHARE, _SPARSE_SHARE = 0.1, 0.2
 """Of what routed experts, and attention to chosen tokens, usually add: a choice can hang on rounding, and all that
 follows from it may not."""
 
+_UNSCALED_SHARE = 0.05
+"""Of norms of queries where scores are not divided by the root of the head size: trained norms do that."""
+
 _GQA = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 _NARROW_GQA = {**_GQA, "head_dim": 64, "num_attention_heads": 8, "sliding_window": WINDOW}
 _MLA = {
@@ -54,6 +57,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_GQA, "num_hidden_layers": 3},
     "gpt_oss": {**_NARROW_GQA, "intermediate_size": 64},
     "gemma3": {**_NARROW_GQA, "query_pre_attn_scalar": 64},
+    "gemma4": {**_NARROW_GQA, "num_global_key_value_heads": 1, "global_head_dim": 512, "enable_moe_block": False},
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": {**_DEEPSEEK, **_INDEXER},
     "glm_moe_dsa": {**_MLA, **_INDEXER, "q_lora_rank": 128, "qk_nope_head_dim": 192, "v_head_dim": 256},
@@ -91,10 +95,10 @@ def make_half(model_dir: Path, name: str, **settings: Any) -> Path:
         `model_dir`.
     """
     make_family(model_dir, name, **{**SETTINGS[name], **settings})
-    has_indexer = "index_topk" in SETTINGS[name]
+    has_indexer, is_unscaled = "index_topk" in SETTINGS[name], "global_head_dim" in SETTINGS[name]
     for file in model_dir.glob("*.safetensors"):
         weights = load_file(file)
-        shares = {key: _share(key, has_indexer=has_indexer) for key in weights}
+        shares = {key: _share(key, has_indexer=has_indexer, is_unscaled=is_unscaled) for key in weights}
         save_file({key: (weight * shares[key]).bfloat16() for key, weight in weights.items()}, file, {"format": "pt"})
     if has_indexer:
         # Releases of transformers call such layers by different names; published checkpoints do not name them.
@@ -104,10 +108,12 @@ def make_half(model_dir: Path, name: str, **settings: Any) -> Path:
     return model_dir
 
 
-def _share(name: str, *, has_indexer: bool) -> float:
+def _share(name: str, *, has_indexer: bool, is_unscaled: bool) -> float:
     is_expert = ("experts." in name or "block_sparse_moe." in name) and "shared" not in name
     if is_expert and (".down_proj" in name or ".w2." in name or ".output_linear" in name):
         return _EXPERT_SHARE
+    if is_unscaled and name.endswith(".q_norm.weight"):
+        return _UNSCALED_SHARE
     return _SPARSE_SHARE if has_indexer and name.endswith(".o_proj.weight") else 1.0
 
 

@@ -102,9 +102,6 @@ def test_a_group_without_peer_memory_has_no_copies() -> None:
 class DenseKernel:
     """A kernel of pages in plain torch."""
 
-    def __init__(self, kernels: Any, family: str, static: None) -> None:
-        pass
-
     def plan(self, table: Table, heads: Heads, *, is_causal: bool, window: int) -> None:
         self._table, self._heads, self._is_causal = table, heads, is_causal
         assert not window and (np.diff(table.queries) > 0).all() and (table.lens > 0).all()
@@ -126,14 +123,14 @@ class DenseKernel:
 class DenseKernels:
     """A cache of such kernels."""
 
-    newest, device = "fa3", torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._kernels: dict[Any, Any] = {}
+        self._kernels: dict[Any, DenseKernel] = {}
         self.lib = SimpleNamespace(append_paged_kv_cache=write_rows)
 
-    def kernel(self, key: Any, make: Any) -> Any:
-        return self._kernels.setdefault(key, make())
+    def paged(self, key: Any, heads: Heads, *, is_few: bool) -> DenseKernel:
+        return self._kernels.setdefault((key, is_few), DenseKernel())
 
     def tokens(self, tokens: Any) -> Any:
         return tokens
@@ -186,8 +183,6 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[CopyingGroup]:
 
     monkeypatch.setattr("tests.oracle.attention.ThreadGroup", make)
     monkeypatch.setattr(flashinfer_copied, "LEAST_BYTES", 1)
-    for module in ("flashinfer_copied", "flashinfer_full", "flashinfer_passed"):
-        monkeypatch.setattr(f"raycache.attention.{module}.PagedKernel", DenseKernel)
     return found
 
 

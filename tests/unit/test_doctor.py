@@ -339,6 +339,13 @@ def test_kernels_that_are_not_built_are_told(
     assert len(missing(dtype=torch.float16)) == 2
 
 
+def test_wide_heads_have_one_family_of_kernels() -> None:
+    kernels, strange = wanted_kernels(
+        [kv("kv", [0], heads=2, dim=512, fmt=FMT)], dtype=torch.bfloat16, capability=(9, 0)
+    )
+    assert [kernel.name for kernel in kernels] == ["heads of 512 (fa2)"] and not strange
+
+
 def test_what_flashinfer_has_no_kernel_for_is_told(tmp_path: Path) -> None:
     parts = [
         kv("kv", [0], heads=2, dim=80, fmt=FMT),
