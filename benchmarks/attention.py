@@ -6,7 +6,8 @@
 Decode steps are recorded in CUDA graphs, as they are in service. "bare" is the same work without the backend: for
 latents the write of the new ones, both absorbing products and FlashInfer's kernel, recorded in the same way; "kernel"
 is the kernel alone. Bytes are those of the cache that is read once, operations those of the scores and values that
-causal queries see. All are measured in turns in one run; the median of the repeats counts.
+causal queries see. "slots" is attention to selected latents as under cp and for FP8, which reads on the device how many
+there are. All are measured in turns in one run; the median of the repeats counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,11 @@ from benchmarks.ceilings import Ceilings
 from benchmarks.figures import write_json
 from raycache.attention.base import LatentProjection
 from raycache.attention.flashinfer import FlashInferBackend, FlashInferStaticStep
+from raycache.attention.flashinfer_kernels import Heads, KernelCache
+from raycache.attention.flashinfer_latent import LatentLayers
 from raycache.attention.flashinfer_selected import SlotChoice
+from raycache.attention.layout import StepLayout
+from raycache.attention.selected_latent import SlotAttention, programs_for
 from raycache.memory.component import FULL, CacheFormat, Component, kv, latent
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
@@ -90,7 +96,11 @@ def recorded(call: Run) -> Run:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(held: Run = call) -> None:  # whose tensors the graph uses
+        graph.replay()
+
+    return replay
 
 
 def times_us(calls: Mapping[str, Run], *, repeats: int) -> dict[str, float]:
@@ -166,6 +176,41 @@ def latent_decode(heads: int, *, rows: int, length: int, repeats: int) -> dict[s
     return times_us(calls, repeats=repeats) | {"replan on the host": replan_us(step, inputs, repeats=repeats)}
 
 
+def selected_decode(heads: int, *, rows: int, length: int, chosen: int, repeats: int) -> dict[str, float]:
+    """Us of `rows` rows with `length` tokens, of which each attends to `chosen`, recorded."""
+    from raycache.attention.latent_kernels import attend_selected
+
+    choice = SlotChoice(
+        torch.randint(rows * length, (rows, CHOSEN), dtype=torch.int32, device=DEVICE),
+        torch.full((rows,), chosen, dtype=torch.int32, device=DEVICE),
+        chosen,
+    )
+    q, c, r = drawn(rows, heads, PLAIN + ROPE), drawn(rows, RANK), drawn(rows, ROPE)
+    projection = LatentProjection(drawn(heads, PLAIN, RANK) * RANK**-0.5, drawn(heads, VALUE, RANK) * RANK**-0.5)
+    kernels, queries = KernelCache(DEVICE), drawn(rows, heads, RANK)
+    calls: dict[str, Run] = {}
+    for name, has_fp8 in (("", False), (", FP8", True)):
+        fmt = CacheFormat("bfloat16", has_fp8_latent=has_fp8)
+        batch = Batch([(length - 1, 1)] * rows, latent([0], rank=RANK, rope_dim=ROPE, fmt=fmt))
+        pool = batch.pool()
+        step, inputs = static_step(batch, pool)
+        given = pool.latent(0), q, c, r, projection
+        if not has_fp8:
+            calls["backend"] = recorded(partial(step.attend_latent, *given, scale=SCALE, selection=choice))
+        calls["slots" + name] = recorded(partial(by_slots(kernels, inputs, heads, is_fp8=has_fp8), *given, choice))
+        kernel = partial(attend_selected, programs=programs_for(kernels, heads, is_fp8=has_fp8), scale=SCALE)
+        pages = pool.latent(0).pages
+        calls["kernel" + name] = recorded(partial(kernel, queries, q[..., PLAIN:], pages, choice.slots, choice.lengths))
+    return times_us(calls, repeats=repeats)
+
+
+def by_slots(kernels: KernelCache, inputs: StepInputs, heads: int, *, is_fp8: bool = False) -> Callable[..., Tensor]:
+    """What the backend uses under cp."""
+    shape = Heads(heads, heads, PLAIN + ROPE, VALUE, torch.bfloat16, SCALE)
+    layers = LatentLayers(FULL, shape, RANK, ROPE, is_fp8=is_fp8)
+    return SlotAttention(kernels, layers, StepLayout(inputs)).attend
+
+
 def kv_decode(*, heads: tuple[int, int], dim: int, rows: int, length: int, repeats: int) -> dict[str, float]:
     """Us of `rows` rows with `length` tokens through the backend, and host time of planning another step."""
     batch = Batch([(length - 1, 1)] * rows, kv("kv", [0], heads=heads[1], dim=dim, fmt=FMT))
@@ -203,8 +248,9 @@ def static_step(batch: Batch, pool: DevicePool) -> tuple[FlashInferStaticStep, S
 
 def prefill(
     component: Component, rows: list[tuple[int, int]], *, heads: int, dim: int, repeats: int, top_k: int = 0
-) -> float:
-    """Us of a step of chunks through the backend: keys and values, or latents of `heads` heads, or `top_k` of them."""
+) -> dict[str, float]:
+    """Us of a step of chunks through the backend: keys and values, or latents of `heads` heads, or `top_k` of them, and
+    then those with the kernel that is used under cp."""
     batch = Batch(rows, component)
     pool = batch.pool()
     plan, tables = batch.plan()
@@ -223,18 +269,15 @@ def prefill(
         if top_k:
             slots = torch.randint(len(latents.pages[0]) * PAGE, (tokens, top_k), dtype=torch.int32, device=DEVICE)
             choice = SlotChoice(slots, torch.full_like(slots[:, 0], top_k), top_k)
-
-        def call() -> Tensor:
-            return step.attend_latent(latents, q, c, r, projection, scale=SCALE, selection=choice)
-
+        given = latents, q, c, r, projection
+        calls: dict[str, Run] = {"backend": partial(step.attend_latent, *given, scale=SCALE, selection=choice)}
+        if choice is not None:
+            calls["slots"] = partial(by_slots(KernelCache(DEVICE), inputs, heads), *given, choice)
     else:
         view = pool.kv(0)
         k, v = drawn(tokens, view.k.shape[2], dim), drawn(tokens, view.k.shape[2], dim)
-
-        def call() -> Tensor:
-            return step.attend(view, q, k, v, scale=SCALE, sinks=None)
-
-    return times_us({"backend": call}, repeats=repeats)["backend"]
+        calls = {"backend": partial(step.attend, view, q, k, v, scale=SCALE, sinks=None)}
+    return times_us(calls, repeats=repeats)
 
 
 def pairs(rows: list[tuple[int, int]]) -> int:
@@ -287,19 +330,27 @@ def main() -> None:
     ):
         if args.only not in name:
             continue
-        us = prefill(component, batch, heads=heads, dim=dim, repeats=args.repeats)
+        us = prefill(component, batch, heads=heads, dim=dim, repeats=args.repeats)["backend"]
         flops = 2 * pairs(batch) * heads * (dim + value_dim) / us * 1e6
         figures[name] = {"backend": us, "TFLOP/s": flops / 1e12, "of the product": flops / ceilings.matmul_flops}
     for heads, batch in ((16, [(30720, 2048)]), (128, [(30720, 2048)]), (16, [(30720, 1)] * 64)):
         count = sum(tokens for _, tokens in batch)
         if args.only not in (name := f"{count} queries of {CHOSEN} chosen latents, {heads} heads"):
             continue
-        us = prefill(mla, batch, heads=heads, dim=PLAIN + ROPE, repeats=args.repeats, top_k=CHOSEN)
-        figures[name] = {
-            "backend": us,
+        found = prefill(mla, batch, heads=heads, dim=PLAIN + ROPE, repeats=args.repeats, top_k=CHOSEN)
+        us = found["backend"]
+        figures[name] = found | {
             "GB/s": count * CHOSEN * (RANK + ROPE) * 2 / us / 1e3,
             "TFLOP/s": 2 * count * CHOSEN * heads * (2 * RANK + ROPE) / us / 1e6,
         }
+    for heads, rows, chosen in ((16, 64, 2048), (128, 64, 2048), (16, 64, 1024), (128, 64, 1024), (16, 1, 2048)):
+        if args.only not in (name := f"decode, {rows} x {chosen} of 8192 latents, {heads} heads"):
+            continue
+        found = selected_decode(heads, rows=rows, length=8192, chosen=chosen, repeats=args.repeats)
+        for fmt, token_bytes in (("", 2 * (RANK + ROPE)), (", FP8", RANK + 2 * ROPE + RANK // 32)):
+            rate = rows * chosen * token_bytes / found["kernel" + fmt] * 1e6
+            found |= {"GB/s" + fmt: rate / 1e9, "of the copy" + fmt: rate / ceilings.copy_bytes_s}
+        figures[name] = found
     for name, found in list(figures.items())[1:]:
         print(f"{name:48}" + "  ".join(f"{key} {value:,.{1 if value > 10 else 3}f}" for key, value in found.items()))
     if args.json:

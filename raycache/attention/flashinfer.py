@@ -5,6 +5,7 @@ Where FlashInfer has no kernel, the torch backend's step is used, which is logge
     flashinfer_full.py      keys and values         flashinfer_kernels.py  wrappers of the kernels
     flashinfer_latent.py    MLA                     flashinfer_replans.py  plans of CUDA graphs
     flashinfer_selected.py  MLA, selected tokens    flashinfer_tables.py   rows in the layout of the kernels
+    selected_latent.py      the same under cp and in float8, in Triton
     fp8_latent.py           MLA in float8, in Triton
     recurrent_kernels.py    recurrent, in Triton    sparse_kernels.py      sparse indexers, in Triton
     flashinfer_passed.py    keys and values of chunks under cp
@@ -30,6 +31,7 @@ from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
 from raycache.attention.layout import StepLayout
 from raycache.attention.passing import Passing
+from raycache.attention.selected_latent import SlotAttention
 from raycache.attention.sparse import TorchSelection
 from raycache.attention.torch_ref import TorchStep
 from raycache.attention.triton_works import triton_works
@@ -110,7 +112,7 @@ class FlashInferStep:
         self._passings: dict[Layers, Passing] = {}
         self._passed: dict[Layers, PassedKernels] = {}
         self._latent: dict[LatentLayers, LatentKernels] = {}
-        self._selected: dict[LatentLayers, SelectedKernels] = {}
+        self._selected: dict[LatentLayers, SelectedKernels | SlotAttention] = {}
         self._indexers: dict[str, KernelIndexer] = {}
         self._plain: TorchStep | None = None
 
@@ -167,8 +169,6 @@ class FlashInferStep:
         from raycache.attention.sparse_kernels import KernelIndexer, missing_kernel
 
         places = self._inputs.places[view.space]
-        if self._static is not None and places.cp_size > 1:
-            raise NotRecordableError("the host does not know what a rank selects under cp > 1")
         if reason := missing_kernel(view, q, top_k=top_k):
             return self._torch(reason).select(view, q, k, weights, top_k=top_k)
         if view.space not in self._indexers:
@@ -215,9 +215,13 @@ class FlashInferStep:
             )
         return self._latent[layers]
 
-    def _selected_plan(self, layers: LatentLayers, choice: SlotChoice) -> SelectedKernels:
+    def _selected_plan(self, layers: LatentLayers, choice: SlotChoice) -> SelectedKernels | SlotAttention:
         if layers not in self._selected:
-            self._selected[layers] = SelectedKernels(self._backend.kernels, layers, self._layout, choice, self._static)
+            kernels, layout = self._backend.kernels, self._layout
+            if layers.is_fp8 or self._inputs.ctx.cp.size > 1:
+                self._selected[layers] = SlotAttention(kernels, layers, layout)
+            else:
+                self._selected[layers] = SelectedKernels(kernels, layers, layout, choice, self._static)
         return self._selected[layers]
 
     def _torch(self, reason: str) -> TorchStep:

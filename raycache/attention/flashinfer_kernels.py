@@ -445,7 +445,7 @@ class Writer:
         if len(to) == 2:
             self._write(self._lib.append_paged_mla_kv_cache, owned, latent, rope, to)
             return
-        from raycache.attention.fp8_latent_kernels import write_latents
+        from raycache.attention.fp8_page_kernels import write_latents
 
         if len(owned) < len(latent):
             latent, rope = latent[owned], rope[owned]

@@ -18,7 +18,7 @@ Dr sizes of queries' plain and rotary part, Dv of values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +73,9 @@ class LatentLayers:
 
 
 AbsorbedKernel = LatentKernel | Fp8LatentKernel
+
+AbsorbedRun = Callable[..., tuple[Tensor, Tensor | None]]
+"""`AbsorbedKernel.run`, or like it."""
 
 
 def absorbed_kernel(kernels: KernelCache, layers: LatentLayers, static: StaticRows | None) -> AbsorbedKernel:
@@ -150,26 +153,26 @@ class LatentKernels:
         causal part."""
         if not self._runs:
             assert self._absorbed is not None, "every row has a token"
-            return attend_absorbed(self._absorbed[1], view.pages, q, projection)[0]
+            return attend_absorbed(self._absorbed[1].run, view.pages, q, projection)[0]
         out, lse = self._causal(q, latent, rope, projection)
         if self._pieces:
             out, lse = self._join_pieces(view, q, projection, (out, lse))
         if self._absorbed is not None:
             tokens, kernel = self._absorbed
-            found, found_lse = attend_absorbed(kernel, view.pages, q[tokens], projection)
+            found, found_lse = attend_absorbed(kernel.run, view.pages, q[tokens], projection)
             out[tokens] = found if found_lse is None else join((out[tokens], lse[tokens]), (found, found_lse))[0]
         return out
 
     def _cached(self, view: LatentView, q: Tensor, projection: LatentProjection) -> Part:
         """All queries [T, Hq, Dn + Dr] against the tokens in this rank's pages."""
         if self._absorbed is not None and are_all(self._absorbed[0], len(q)):
-            out, lse = attend_absorbed(self._absorbed[1], view.pages, q, projection)
+            out, lse = attend_absorbed(self._absorbed[1].run, view.pages, q, projection)
             assert lse is not None, "planned with it, since parts are merged"
             return out, lse
         part = self._join_pieces(view, q, projection, no_keys(q, self._layers.heads.value_dim))
         if self._absorbed is not None:
             tokens, kernel = self._absorbed
-            out, lse = attend_absorbed(kernel, view.pages, q[tokens], projection)
+            out, lse = attend_absorbed(kernel.run, view.pages, q[tokens], projection)
             assert lse is not None, "planned with it, since parts are merged"
             part[0][tokens], part[1][tokens] = out, lse
         return part
@@ -251,9 +254,9 @@ class LatentKernels:
 
 
 def attend_absorbed(
-    kernel: AbsorbedKernel, pages: tuple[Tensor, ...], q: Tensor, projection: LatentProjection
+    run: AbsorbedRun, pages: tuple[Tensor, ...], q: Tensor, projection: LatentProjection
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries [n, Hq, Dn + Dr] of the rows that a kernel is planned for -> [n, Hq, Dv], and their log-sum-exps.
+    """Queries [n, Hq, Dn + Dr] that a kernel is planned for -> [n, Hq, Dv], and their log-sum-exps.
 
     Args:
         pages: as those of `LatentView`.
@@ -262,7 +265,7 @@ def attend_absorbed(
     plain, rotary = q[..., :dim], q[..., dim:]
     # Strides are those that the products produce and expect: [Hq, n, R].
     absorbed = torch.bmm(plain.transpose(0, 1), projection.key).transpose(0, 1)
-    out, lse = kernel.run(absorbed, rotary, *pages)
+    out, lse = run(absorbed, rotary, *pages)
     return torch.bmm(out.transpose(0, 1), projection.value.mT).transpose(0, 1), lse
 
 
@@ -271,7 +274,7 @@ def take(view: LatentView, slots: Tensor, *, dtype: torch.dtype) -> tuple[Tensor
     if len(view.pages) == 2:
         return view.take(slots, dtype=dtype)
     # It needs Triton, which is there on GPU machines only.
-    from raycache.attention.fp8_latent_kernels import read_latents
+    from raycache.attention.fp8_page_kernels import read_latents
 
     return read_latents(slots, pages=view.pages, dtype=dtype)
 

@@ -3,8 +3,8 @@
     slots    [ 7 9 40 - ]  lengths [ 3 ]      row 0 has the pages 7, 9, 40
              [ 8 9 12 41 ]         [ 4 ]      row 1 has the pages 8, 9, 12, 41      ids [ 7 9 40 8 9 12 41 ]
 
-New tokens are written to the cache before the selection, so there is no causal part. With cp=1 the host knows how many
-tokens a query selects; otherwise a rank waits for its share of the selection, once per layer.
+New tokens are written to the cache before the selection, so there is no causal part. This is for cp=1, where the host
+knows how many tokens a query selects; else see selected_latent.py.
 
 Shapes in this file: T tokens of all cp ranks, K slots per query, Hq heads, R rank of latents, Dn and Dr sizes of
 queries' plain and rotary part, Dv of values.
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycache.attention.base import LatentProjection, NotRecordableError
-from raycache.attention.flashinfer_kernels import KernelCache, Writer
-from raycache.attention.flashinfer_latent import AbsorbedKernel, LatentLayers, absorbed_kernel, attend_absorbed
+from raycache.attention.base import LatentProjection
+from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel, Writer
+from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.layout import StepLayout
@@ -59,19 +59,17 @@ class _Block:
     """
 
     tokens: slice
-    kernel: AbsorbedKernel
+    kernel: LatentKernel
     ids: Tensor
     where: Tensor
 
 
 class SelectedKernels:
-    """Plan of layers that attend to selected latents.
+    """Plan of layers that attend to selected latents, with cp=1 and latents in the dtype of queries.
 
     Args:
         choice: of the first layer; those of the others have the same width.
         static: for a CUDA graph.
-    Raises:
-        NotRecordableError: the number of selected tokens is known only on the device.
     """
 
     def __init__(
@@ -83,23 +81,20 @@ class SelectedKernels:
         static: StaticRows | None = None,
     ) -> None:
         self._kernels, self._layers, self._layout = kernels, layers, layout
-        self._is_alone = layout.inputs.ctx.cp.size == 1
-        if static is not None and not self._is_alone:
-            raise NotRecordableError("the host does not know what a rank selects under cp > 1")
         self._heads, self._width, self._top_k = layers.absorbed, choice.slots.shape[1], choice.top_k
         self._steps = torch.arange(self._width, device=kernels.device)
-        self._recorded: tuple[AbsorbedKernel, Tensor] | None = None
+        self._recorded: tuple[LatentKernel, Tensor] | None = None
         if static is not None:
             where = torch.zeros(static.num_rows * self._width, dtype=torch.int64, device=kernels.device)
             rows = StaticRows(static.num_rows, self._width + 1)
-            self._recorded = absorbed_kernel(kernels, layers, rows), where
+            self._recorded = LatentKernel(kernels, rows), where
         self._writer = Writer(kernels, layout.inputs.places[layers.space].slots)
-        self._blocks = self._planned(self._known_lengths(layout.inputs)) if self._is_alone else []
+        self._blocks = self._planned(self._lengths(layout.inputs))
 
     def replan(self, inputs: StepInputs) -> None:
         """Plan the next replay of a CUDA graph with other pages and slots."""
         self._writer.refresh(inputs.places[self._layers.space].slots)
-        self._blocks = self._planned(self._known_lengths(inputs))
+        self._blocks = self._planned(self._lengths(inputs))
 
     def attend(
         self,
@@ -110,28 +105,21 @@ class SelectedKernels:
         projection: LatentProjection,
         choice: SlotChoice,
     ) -> Tensor:
-        exchange = self._layout.inputs.exchange
-        if not self._is_alone:
-            latent, rope = exchange.gather_parts(latent, rope)
-            self._blocks = self._planned(choice.lengths.cpu().numpy())
+        """Implements `AttentionStep.attend_latent`."""
         self._writer.write_latents(self._layout.inputs.places[view.space].owned, latent, rope, to=view.pages)
-        every_q = exchange.gather(q)
-        if self._is_alone and len(self._blocks) == 1:
-            return self._run(self._blocks[0], view, every_q, projection, choice)[0]
-        out, lse = no_keys(every_q, self._layers.heads.value_dim)
+        if len(self._blocks) == 1:
+            return self._run(self._blocks[0], view, q, projection, choice)
+        out = q.new_empty((*q.shape[:2], self._layers.heads.value_dim))
         for block in self._blocks:
-            part, part_lse = self._run(block, view, every_q[block.tokens], projection, choice)
-            out[block.tokens] = part
-            if part_lse is not None:
-                lse[block.tokens] = part_lse
-        return out if self._is_alone else self._layout.combine((out, lse), None, None)
+            out[block.tokens] = self._run(block, view, q[block.tokens], projection, choice)
+        return out
 
     def _run(
         self, block: _Block, view: LatentView, q: Tensor, projection: LatentProjection, choice: SlotChoice
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         block.ids.scatter_(0, block.where, choice.slots[block.tokens].flatten())
         pages = tuple(rows.flatten(0, 1)[:, None] for rows in view.pages)
-        return attend_absorbed(block.kernel, pages, q, projection)
+        return attend_absorbed(block.kernel.run, pages, q, projection)[0]
 
     def _planned(self, lengths: Ints) -> list[_Block]:
         token_bytes = self._layers.heads.dtype.itemsize * self._layers.heads.queries * self._layers.rank
@@ -154,18 +142,18 @@ class SelectedKernels:
             assert kernel.static is not None
             indptr, on_device, ids = kernel.static.indptr, kernel.static.lens, kernel.static.ids
         else:
-            make = functools.partial(absorbed_kernel, kernels, self._layers, None)
+            make = functools.partial(LatentKernel, kernels, None)
             kernel = kernels.kernel((self._layers, "selected", number), make)
             indptr, on_device = kernels.on_device(table.indptr), kernels.on_device(lens)
             ids = kernel.room_for(len(lens) * self._width + 1)
             where = torch.empty(len(lens) * self._width, dtype=torch.int64, device=kernels.device)
-        kernel.plan(table, self._heads, ids, is_causal=False, has_lse=not self._is_alone)
+        kernel.plan(table, self._heads, ids, is_causal=False, has_lse=False)
         torch.add(indptr[:-1, None], self._steps, out=where.view(-1, self._width))
         where.view(-1, self._width).masked_fill_(self._steps >= on_device[:, None], len(where))
         return _Block(tokens, kernel, ids, where)
 
-    def _known_lengths(self, inputs: StepInputs) -> Ints:
-        """Number of tokens that each query attends to, with cp=1: int32 [T]."""
+    def _lengths(self, inputs: StepInputs) -> Ints:
+        """Number of tokens that each query attends to, int32 [T]."""
         ends = inputs.places[self._layers.space].pages.total
         if inputs.num_tokens > len(inputs.rows):
             counts = [len(row.tokens) for row in inputs.rows]

@@ -1,7 +1,8 @@
 """Absorbed attention to latents in float8: its work, and a kernel with the interface of `LatentKernel`.
 
 FlashInfer has no kernel for float8 latents with scales, so this one is a Triton kernel, which reads them as they are
-stored. Each query is on its own, and attends to all keys of its row; long rows are split:
+stored. Each query is on its own, and attends to all keys of its row; long rows are split (what an indexer has selected
+is split on the device, selected_latent.py):
 
     query    0                  1      2          lens [ 130 40 0 ], 64 keys per item
     items    [ 0 64 ][ 64 128 ][ 128 130 ]  [ 0 40 ]  [ 0 0 ]
@@ -14,6 +15,7 @@ Shapes in this file: n rows of a table, T queries, N items.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,7 +33,7 @@ from raycache.memory.streams import PinnedUse
 NUM_COLUMNS = 8
 """Numbers of an item; the last ones are 0, so that what lies behind items is aligned."""
 
-_FEWEST_KEYS = 128
+FEWEST_KEYS = 128
 """Of an item of a split row: its partial result of 16 heads is written and read in the time of about 100 keys."""
 
 
@@ -53,12 +55,12 @@ class TileShape:
 
 
 # What fits into the registers of Hopper. Up to 32 heads are too few for its asynchronous matrix products.
-_SHAPES = (TileShape(16, 32, 4, 3, 2), TileShape(32, 32, 8, 3, 1), TileShape(64, 32, 8, 3, 1))
+SHAPES = (TileShape(16, 32, 4, 3, 2), TileShape(32, 32, 8, 3, 1), TileShape(64, 32, 8, 3, 1))
 
 
-def tile_shape(num_heads: int) -> TileShape:
-    """The sizes for this number of heads."""
-    return next((shape for shape in _SHAPES if shape.heads >= num_heads), _SHAPES[-1])
+def tile_shape(num_heads: int, shapes: Sequence[TileShape] = SHAPES) -> TileShape:
+    """The sizes for this number of heads: of the smallest tile that holds them, or the largest one."""
+    return next((shape for shape in shapes if shape.heads >= num_heads), shapes[-1])
 
 
 @cache
@@ -67,6 +69,26 @@ def obstacle(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "before Hopper"
     return "" if triton_works() else "without Triton"
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How a kernel without a plan is run.
+
+    Attributes:
+        shape: of its programs.
+        at_once: how many run at once.
+        partial: float32, memory for their partial results.
+    """
+
+    shape: TileShape
+    at_once: int
+    partial: Tensor
+
+    @classmethod
+    def of(cls, kernels: KernelCache, shape: TileShape) -> Programs:
+        """On the device of some kernels."""
+        return cls(shape, kernels.num_blocks // 2 * shape.per_processor, kernels.partial.view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +111,22 @@ class Work:
     partial: Tensor
 
 
+@cache
+def num_splits(num_programs: int, *, at_once: int, most_keys: int) -> int:
+    """Among how many programs to divide the work of one, where each takes up to `most_keys` keys, to end first.
+
+    Args:
+        num_programs: without a split.
+        at_once: programs that run at once.
+    """
+
+    def end(splits: int) -> float:
+        # Partial results are written, read and merged.
+        return -(-num_programs * splits // at_once) * (most_keys / splits + FEWEST_KEYS * (splits > 1))
+
+    return min(range(1, max(1, most_keys // FEWEST_KEYS) + 1), key=end)
+
+
 def split_keys(first_ids: Ints, lens: Ints, *, most: int, step: int) -> tuple[Ints, Ints]:
     """Split the keys of queries into items of about equal length.
 
@@ -99,7 +137,7 @@ def split_keys(first_ids: Ints, lens: Ints, *, most: int, step: int) -> tuple[In
     Returns:
         items and spans as in `Work`: at most T + `most` items, and at most 2 * `most` partial results.
     """
-    least = max(_FEWEST_KEYS, -(-int(lens.sum(dtype=np.int64)) // most))
+    least = max(FEWEST_KEYS, -(-int(lens.sum(dtype=np.int64)) // most))
     length = -(-least // step) * step
     counts = np.maximum(-(-lens // length), 1)
     first = starts_of(counts)
@@ -120,18 +158,15 @@ class Fp8LatentKernel:
 
     Args:
         static: for a CUDA graph.
-    Attributes:
-        static: the last planned table, where a CUDA graph reads it; None without one.
     """
 
     def __init__(self, kernels: KernelCache, static: StaticRows | None) -> None:
         self._kernels, self._has_lse, self._scale = kernels, False, 1.0
-        self.static = None if static is None else StaticTable(static, kernels.device)
+        self._static = None if static is None else StaticTable(static, kernels.device)
         self._fixed: _FixedItems | None = None
-        self._ids: Tensor | None = None
         self._work: Work | None = None
 
-    def plan(self, table: Table, heads: Heads, ids: Tensor | None = None, *, is_causal: bool, has_lse: bool) -> None:
+    def plan(self, table: Table, heads: Heads, *, is_causal: bool, has_lse: bool) -> None:
         """Plan a step; see `LatentKernel.plan`. It cannot be causal."""
         assert not is_causal, "new latents of a chunk are not in float8"
         self._has_lse, self._scale = has_lse, heads.scale
@@ -142,25 +177,19 @@ class Fp8LatentKernel:
         items, spans = split_keys(
             table.indptr[:-1].repeat(counts), table.lens.repeat(counts), most=most, step=shape.keys
         )
-        if self.static is None:
-            ids = self._kernels.on_device(table.ids) if ids is None else ids
+        if self._static is None:
+            ids = self._kernels.on_device(table.ids)
             both = self._kernels.on_device(np.concatenate([items.ravel(), spans]))
             on_device: tuple[Tensor, Tensor | None] = _parted(both, len(items))
             if not spans[-1]:
                 on_device = on_device[0], None
         else:
-            self.static.fill(table)
-            ids = self.static.ids
+            self._static.fill(table)
+            ids = self._static.ids
             if self._fixed is None:
                 self._fixed = _FixedItems(len(table.lens), most, self._kernels.device)
             on_device = self._fixed.fill(items, spans)
         self._work = Work(shape, *on_device, ids, self._kernels.partial.view(torch.float32))
-
-    def room_for(self, count: int) -> Tensor:
-        """Memory for `count` page ids; without a CUDA graph."""
-        if self._ids is None or len(self._ids) < count:
-            self._ids = torch.empty(count, dtype=torch.int32, device=self._kernels.device)
-        return self._ids
 
     def run(self, q: Tensor, q_rope: Tensor, *pages: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attend to pages.
@@ -173,7 +202,7 @@ class Fp8LatentKernel:
             [T, H, Rank], and the log-sum-exp of the scores [T, H] if planned with it.
         """
         # It needs Triton, which is there on GPU machines only.
-        from raycache.attention.fp8_latent_kernels import attend
+        from raycache.attention.latent_kernels import attend
 
         assert self._work is not None, "planned before"
         out, lse = attend(q, q_rope, pages, self._work, scale=self._scale)

@@ -75,13 +75,13 @@ class KernelIndexer:
     """Selection plan of all layers with an indexer of one component space.
 
     Args:
-        max_len: maximum tokens of a row at later `replan`s, 0 for none. With decode batches and cp = 1, `select` can
-            then be captured in a CUDA graph.
+        max_len: maximum tokens of a row at later `replan`s, 0 for none. With decode batches, `select` can then be
+            captured in a CUDA graph.
     """
 
     def __init__(self, layout: StepLayout, places: Places, *, max_len: int = 0) -> None:
         inputs = layout.inputs
-        assert not max_len or (inputs.is_decode and places.cp_size == 1), "other batches are not recorded"
+        assert not max_len or inputs.is_decode, "other batches are not recorded"
         self._inputs = inputs
         self._longest_row = max_len or max(row.start + len(row.tokens) for row in inputs.rows)
         # The same width on every rank; the first rank holds the most tokens of a row.
@@ -89,7 +89,8 @@ class KernelIndexer:
         (most,) = owned_prefix_lens(longest, page_size=places.page_size, cp_rank=0, cp_size=cp_size).tolist()
         self._widest = _aligned(most, _ALIGNED)
         self._tables = _Tables(inputs, places, capacity=inputs.num_tokens * -(-max_len // places.page_size))
-        self._spans = tuple(piece for span in _spans(inputs, places, max_len=max_len) for piece in span.cut())
+        widest = self._widest if max_len else 0
+        self._spans = tuple(piece for span in _spans(inputs, places, widest=widest) for piece in span.cut())
 
     def replan(self, inputs: StepInputs, places: Places) -> None:
         """Plan the next replay of a CUDA graph with the same number of other rows; `inputs` has the same tensors."""
@@ -98,13 +99,13 @@ class KernelIndexer:
     def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> SlotSelection:
         """Implements `AttentionStep.select`; only where `missing_kernel` returns ""."""
         exchange, places = self._inputs.exchange, self._inputs.places[view.space]
-        keys = exchange.gather(k.to(view.key.dtype))
+        every_q, keys, every_weights = _gathered(self._inputs, q, k, weights)
         view.write(places.slots, keys[places.owned])
         width = min(top_k, self._widest)
         asked = _Asked(
             keys=view.key,
-            q=exchange.gather(q).contiguous(),
-            weights=exchange.gather(weights).contiguous(),
+            q=every_q,
+            weights=every_weights,
             tables=self._tables,
             page_size=places.page_size,
             offset=places.cp_rank * view.key.shape[1],
@@ -266,20 +267,29 @@ class _Asked:
             listed, width = out, tiles * count
 
 
-def _spans(inputs: StepInputs, places: Places, *, max_len: int) -> Iterator[_Span]:
-    """A span per chunk, and per run of consecutive single tokens."""
+def _gathered(inputs: StepInputs, q: Tensor, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of all tokens, each contiguous but for k; in a decode step by one transfer, with weights as bits."""
+    if inputs.is_decode:
+        every_q, every_k, bits = inputs.exchange.gather_parts(q, k, weights.view(q.dtype))
+        return every_q.contiguous(), every_k, bits.contiguous().view(weights.dtype)
+    every_q, every_k, every_weights = (inputs.exchange.gather(part) for part in (q, k, weights))
+    return every_q.contiguous(), every_k, every_weights.contiguous()
+
+
+def _spans(inputs: StepInputs, places: Places, *, widest: int) -> Iterator[_Span]:
+    """A span per chunk, and per run of consecutive single tokens; all of this width unless it is 0."""
     seen = _seen(inputs, places)
     # The key of a chunk is its first token, that of all single tokens is -1.
     for chunk, rows in groupby(inputs.rows, lambda row: row.tokens.start if len(row.tokens) > 1 else -1):
         tokens = [row.tokens for row in rows]
         queries = range(tokens[0].start, tokens[-1].stop)
-        most = max_len or int(seen[queries.start : queries.stop].max())
+        most = widest or int(seen[queries.start : queries.stop].max())
         yield _Span(queries, _aligned(most, _ALIGNED), is_chunk=chunk >= 0)
 
 
 def _seen(inputs: StepInputs, places: Places) -> NDArray[np.int64]:
     """Number of keys on this rank that each query attends to, [T]."""
-    if inputs.is_decode and places.cp_size == 1:  # rows of a CUDA graph have no start
+    if inputs.is_decode:  # rows of a CUDA graph have no start
         return places.pages.total.astype(np.int64)
     counts = np.array([len(row.tokens) for row in inputs.rows])
     starts = np.array([row.start - row.tokens.start for row in inputs.rows])

@@ -42,7 +42,7 @@ class Exchange(Protocol):
         ...
 
     def gather_parts(self, *parts: Tensor) -> Sequence[Tensor]:
-        """Gather tensors [T_local, N, ...] that differ in N at once -> [T, N, ...] each."""
+        """Gather tensors [T_local, ...] of one dtype at once -> [T, ...] each, whose tokens may be apart."""
         ...
 
     def give_back(self, every: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ class TokenExchange:
     def gather_parts(self, *parts: Tensor) -> Sequence[Tensor]:
         if self.cp.size == 1:
             return parts
-        every = self.gather(torch.cat(parts, dim=1))
-        found: Sequence[Tensor] = every.split([part.shape[1] for part in parts], dim=1)
-        return found
+        rows = [part.flatten(1) for part in parts]
+        every = self.gather(torch.cat(rows, dim=1)).split([row.shape[1] for row in rows], dim=1)
+        return [some.unflatten(1, part.shape[1:]) for some, part in zip(every, parts, strict=True)]
 
     def give_back(self, every: Tensor) -> Tensor:
         if self.cp.size == 1:

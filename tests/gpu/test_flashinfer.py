@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycache.attention import flashinfer_selected
+from raycache.attention import flashinfer_selected, selected_latent
 from raycache.attention.base import (
     AttentionBackend,
     AttentionStep,
@@ -288,7 +288,7 @@ def test_a_long_row_in_fp8_is_split(backend: AttentionBackend) -> None:
 
 
 def test_latents_are_written_to_fp8_pages_and_read_as_torch_does() -> None:
-    from raycache.attention.fp8_latent_kernels import read_latents, write_latents
+    from raycache.attention.fp8_page_kernels import read_latents, write_latents
 
     case = case_of([(0, 200)])
     (every,), (rope,) = (case.draw(size, salt=1) for size in (700, 64))
@@ -381,6 +381,18 @@ def test_more_queries_than_one_plan_has_room_for(backend: AttentionBackend, monk
     for rows in (MIXED, [(40, 23)], [(0, 23)], [(3, 20)], [(70, 25)]):
         sequences = Chosen(case_of(rows, page_size=16), SIZES, top_k=8)
         near(sequences.found(backend), sequences.exact(), LATENT_ERROR)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_more_queries_than_are_absorbed_at_once(
+    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch, cp: int
+) -> None:
+    monkeypatch.setattr(selected_latent, "BLOCK_BYTES", 5 * SIZES.heads * SIZES.rank * 2)
+    sequences = Chosen(case_of([*MIXED, (150, 3)], cp=cp, page_size=16), SIZES, top_k=20)
+    found = sequences.found(backend, has_fp8=cp == 1)
+    if cp == 1:
+        round_cached(sequences, has_new=True)
+    near(found, sequences.exact(), LATENT_ERROR)
 
 
 def test_plans_of_chosen_latents_are_made_with_the_buffers_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +544,8 @@ def test_a_recorded_step_over_chosen_latents_is_replayed_with_other_choices(
             for static, rows in ((q, some.q), (c, some.latent), (r, some.rope)):
                 static[:count] = torch.cat([row[-1:] for row in rows]).to(DEVICE)
             recorded.fill(batch)
-            slots[:count] = some.choice(seat).slots
+            chosen = some.choice(seat)
+            slots[:count], choice.lengths[:count] = chosen.slots, chosen.lengths
             if has_fp8:
                 round_cached(some)
             near(replay()[:count].cpu().split(1), some.exact(), LATENT_ERROR)

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.attention.fp8_latent import split_keys, tile_shape
+from raycache.attention.flashinfer_kernels import PARTIAL_BYTES
+from raycache.attention.fp8_latent import FEWEST_KEYS, num_splits, split_keys, tile_shape
 
 LENS = st.lists(st.just(0) | st.integers(1, 300) | st.integers(1, 200_000), min_size=1, max_size=40)
 
@@ -34,6 +35,17 @@ def test_the_longest_items_come_first(lens: list[int], most: int) -> None:
     items, _ = split_keys(np.zeros(len(lens), np.int32), np.array(lens, np.int32), most=most, step=32)
     lengths = items[:, 3] - items[:, 2]
     assert (np.diff(lengths) <= 0).all()
+
+
+@given(st.integers(1, 20_000), st.sampled_from([108, 132, 264]), st.integers(1, 2048))
+def test_splits_are_as_many_as_end_first(num_programs: int, at_once: int, most_keys: int) -> None:
+    splits = num_splits(num_programs, at_once=at_once, most_keys=most_keys)
+    assert splits == 1 or most_keys // splits >= FEWEST_KEYS
+    heads = 64 if at_once < 264 else 16
+    num_bytes = num_programs * splits * heads * 516 * 4 if splits > 1 else 0
+    assert num_bytes <= PARTIAL_BYTES, "there is room for partial results"
+    if num_programs * 2 <= at_once and most_keys >= 4 * FEWEST_KEYS:
+        assert splits > 1, "no processor is idle while others have much to do"
 
 
 def test_a_tile_has_room_for_all_heads_or_is_the_largest() -> None:

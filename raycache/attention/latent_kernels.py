@@ -1,19 +1,22 @@
-"""Triton kernels for latents in float8: absorbed attention, writes and reads. Imported only where they run.
+"""Triton kernels for absorbed attention to latents. Imported only where they run.
 
-A latent is 4 blocks of 128 numbers with a scale each. Its numbers are exact in bfloat16, so scores and weights are
-scaled instead of latents:
+A latent is 4 blocks of 128 numbers, in float8 with a scale each. These numbers are exact in bfloat16, so scores and
+weights are scaled instead of latents:
 
     score = q_rope . rope + sum over blocks of scale_b (q_b . small_b)
     out_b = sum over keys of (weight scale_b) small_b
 
-A program takes an item of `Work`; results of queries with one item are final, those of others are merged.
+A program takes some keys of a query: an item of `Work`, planned on the host, or a share of what was selected for it,
+whose number only the device knows. Results of queries with one program are final, those of others are merged.
 
-Shapes in this file: T queries, H heads, P pages, R tokens of a page, Rank features of a latent, Dr of its rotary part.
+Shapes in this file: T queries, H heads, K slots per query, P pages, R tokens of a page, Rank features of a latent, Dr
+of its rotary part.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -21,17 +24,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from raycache.attention.fp8_latent import Work
+from raycache.attention.fp8_latent import FEWEST_KEYS, Programs, TileShape, Work, num_splits
 from raycache.memory.component import FP8_BLOCK
 from raycache.parallel.devices import early
 
 RANK = 4 * FP8_BLOCK
-"""The size of latents that `attend` is for."""
+"""The size of latents that there is attention for."""
 
 _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 _LN_2 = tl.constexpr(math.log(2))
-_PART = tl.constexpr(RANK + 4)  # numbers of a partial result with its log-sum-exp, of a length for wide stores
-_TINY = torch.finfo(torch.float32).tiny
+_PART_LEN = RANK + 4  # numbers of a partial result with its log-sum-exp, of a length for wide stores
+_PART = tl.constexpr(_PART_LEN)
+_FEWEST = tl.constexpr(FEWEST_KEYS)
 _LOG2_E = math.log2(math.e)
 
 
@@ -47,17 +51,14 @@ def attend(q: Tensor, q_rope: Tensor, pages: tuple[Tensor, ...], work: Work, *, 
     Returns:
         [T, H, Rank] contiguous, and the log-sum-exp of the scores, float32 [T, H]; 0 and -inf for a query without keys.
     """
-    latent, rope, scales = pages
-    (num_tokens, num_heads, rank), shape = q.shape, work.shape
-    assert rank == RANK, "it names the blocks one by one"
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    _attend[(triton.cdiv(num_heads, shape.heads) * len(work.items),)](
+    shape, (num_tokens, num_heads, _) = work.shape, q.shape
+    out, lse = _results(q)
+    tiles = triton.cdiv(num_heads, shape.heads)
+    sizes = _sizes(q, pages, shape) | {"PAGE": pages[0].shape[1], "IS_SELECTED": False}
+    _attend[(tiles * len(work.items),)](
         q,
         q_rope,
-        latent,
-        rope,
-        scales,
+        *_with_scales(pages),
         work.items,
         work.ids,
         out,
@@ -67,57 +68,92 @@ def attend(q: Tensor, q_rope: Tensor, pages: tuple[Tensor, ...], work: Work, *, 
         scale * _LOG2_E,
         *q.stride()[:2],
         *q_rope.stride()[:2],
-        PAGE=latent.shape[1],
-        DIM=rope.shape[2],
-        HEADS=shape.heads,
-        KEYS=shape.keys,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        **early(q.device),
+        0,
+        1,
+        **sizes,
     )
     if work.spans is not None:
-        grid = (num_tokens, num_heads)
-        _merge[grid](work.partial, work.spans, out, lse, num_heads, SIZE=RANK, **early(q.device))
+        sizes = {"SIZE": RANK, "KEYS": shape.keys, "IS_SELECTED": False}
+        _merge[(num_tokens, num_heads)](work.partial, work.spans, out, lse, num_heads, 1, **sizes, **early(q.device))
     return out, lse
 
 
-def write_latents(latent: Tensor, rope: Tensor, slots: Tensor, *, to: tuple[Tensor, ...]) -> None:
-    """Round latents to float8 and write them to slots, as `LatentView.write` does.
+def attend_selected(
+    q: Tensor,
+    q_rope: Tensor,
+    pages: tuple[Tensor, ...],
+    slots: Tensor,
+    lengths: Tensor,
+    *,
+    programs: Programs,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed attention of each query to the latents at its slots. What it launches depends on shapes only.
 
     Args:
-        latent: [T, Rank], for any Rank that FP8_BLOCK divides; tokens may be apart.
-        rope: [T, Dr], Dr a power of two; tokens may be apart.
-        slots: int32 [T].
-        to: pages as in `attend`, contiguous.
-    """
-    if not len(slots):
-        return
-    size, dim = latent.shape[1], rope.shape[1]
-    sizes = {"NUM_BLOCKS": size // FP8_BLOCK, "BLOCK": FP8_BLOCK, "DIM": dim, "TINY": _TINY}
-    grid = (len(slots), size // FP8_BLOCK)
-    _write[grid](
-        latent, rope, slots, *to, latent.stride(0), rope.stride(0), **sizes, num_warps=1, **early(latent.device)
-    )
-
-
-def read_latents(slots: Tensor, *, pages: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Read what is at slots, as `LatentView.take` does.
-
-    Args:
-        slots: int64 [L].
-        pages: as in `attend`; Rank as in `write_latents`.
+        q: [T, H, Rank].
+        q_rope: [T, H, Dr], where Dr is a power of two from 16 on.
+        pages: latents [P, R, Rank] and rotary parts [P, R, Dr] in the dtype of q; or as those of `attend`.
+        slots: int32 [T, K], contiguous in the last dimension; what is behind the length is not read.
+        lengths: int32 [T], 0 to K.
+        programs: slots are split so that programs that run at once end together.
+        scale: of the scores.
     Returns:
-        latent [L, Rank] and rope [L, Dr] in `dtype`.
+        As `attend`.
     """
-    size, dim = (each.shape[-1] for each in pages[:2])
-    latent, rope = (torch.empty((len(slots), each), dtype=dtype, device=slots.device) for each in (size, dim))
-    if len(slots):
-        sizes = {"NUM_BLOCKS": size // FP8_BLOCK, "BLOCK": FP8_BLOCK, "DIM": dim}
-        _read[(len(slots), size // FP8_BLOCK)](slots, *pages, latent, rope, **sizes, num_warps=1, **early(slots.device))
-    return latent, rope
+    shape, partial, (num_tokens, num_heads, _) = programs.shape, programs.partial, q.shape
+    out, lse = _results(q)
+    tiles = triton.cdiv(num_heads, shape.heads)
+    splits = num_splits(tiles * num_tokens, at_once=programs.at_once, most_keys=slots.shape[1])
+    assert splits == 1 or partial.numel() >= num_tokens * splits * num_heads * _PART_LEN, "no room for results"
+    sizes = _sizes(q, pages, shape) | {"PAGE": 1, "IS_SELECTED": True}
+    _attend[(tiles * num_tokens * splits,)](
+        q,
+        q_rope,
+        *_with_scales(pages),
+        lengths,
+        slots,
+        out,
+        lse,
+        partial,
+        num_heads,
+        scale * _LOG2_E,
+        *q.stride()[:2],
+        *q_rope.stride()[:2],
+        slots.stride(0),
+        splits,
+        **sizes,
+    )
+    if splits > 1:
+        sizes = {"SIZE": RANK, "KEYS": shape.keys, "IS_SELECTED": True}
+        _merge[(num_tokens, num_heads)](partial, lengths, out, lse, num_heads, splits, **sizes, **early(q.device))
+    return out, lse
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+    assert q.shape[2] == RANK, "kernels name the blocks one by one"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def _with_scales(pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Latents, rotary parts, and scales or something in their place."""
+    return pages if len(pages) > 2 else (*pages, pages[0])
+
+
+def _sizes(q: Tensor, pages: tuple[Tensor, ...], shape: TileShape) -> dict[str, Any]:
+    return {
+        "DIM": pages[1].shape[2],
+        "HEADS": shape.heads,
+        "KEYS": shape.keys,
+        "HAS_SCALES": len(pages) > 2,
+        "num_warps": shape.num_warps,
+        "num_stages": shape.num_stages,
+        **early(q.device),
+    }
+
+
+@triton.jit(do_not_specialize=["splits", "slots_token"])  # type: ignore[untyped-decorator]
 def _attend(
     q: tl.tensor,
     q_rope: tl.tensor,
@@ -135,25 +171,27 @@ def _attend(
     q_head: tl.tensor,
     rope_token: tl.tensor,
     rope_head: tl.tensor,
+    slots_token: tl.tensor,
+    splits: tl.tensor,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
+    IS_SELECTED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """One program per item and HEADS heads. `scale` is for scores to base 2."""
-    num_tiles = tl.cdiv(num_heads, HEADS)
-    head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
-    item = items + tl.program_id(0) // num_tiles * 8
+    """One program per item and HEADS heads; `scale` is for scores to base 2. With IS_SELECTED see `_share`."""
+    tiles = tl.cdiv(num_heads, HEADS)
+    number, head = tl.program_id(0) // tiles, tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS)
     feature, turned = tl.arange(0, 128)[None, :], tl.arange(0, DIM)[None, :]
     is_head = (head < num_heads)[:, None]
     if IS_EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.load(item).to(tl.int64)
+    token, first_id, begin, end, part = _work(items, number, splits, slots_token, KEYS, IS_SELECTED)
     if token < 0:
         return
-    first_id, begin, end, part = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     q0, q1, q2, q3 = _queries(q + token * q_token + (head * q_head)[:, None] + feature, is_head)
     q4 = tl.load(q_rope + token * rope_token + (head * rope_head)[:, None] + turned, mask=is_head, other=0.0)
     out0, out1, out2, out3 = _zeros(HEADS), _zeros(HEADS), _zeros(HEADS), _zeros(HEADS)
@@ -162,22 +200,59 @@ def _attend(
         slot, is_in = _slots(ids + first_id, start + tl.arange(0, KEYS), end, PAGE)
         k0, k1, k2, k3 = _keys(latents + slot[:, None] * 512 + feature, q0)
         k4 = tl.load(ropes + slot[:, None] * DIM + turned).to(q0.dtype)
-        s0, s1, s2, s3 = _scales(scales + slot * 4)
+        s0, s1, s2, s3 = _scales(scales + slot * 4, HAS_SCALES)
         score = tl.dot(q4, tl.trans(k4))
         score += tl.dot(q0, tl.trans(k0)) * s0 + tl.dot(q1, tl.trans(k1)) * s1
         score += tl.dot(q2, tl.trans(k2)) * s2 + tl.dot(q3, tl.trans(k3)) * s3
         score = tl.where(is_in[None, :], score * scale, float("-inf"))
         weight, shrink, largest, total = _soften(score, largest, total)
-        out0 = _more(out0, shrink, weight * s0, k0)
-        out1 = _more(out1, shrink, weight * s1, k1)
-        out2 = _more(out2, shrink, weight * s2, k2)
-        out3 = _more(out3, shrink, weight * s3, k3)
+        out0, out1 = _more(out0, shrink, weight * s0, k0), _more(out1, shrink, weight * s1, k1)
+        out2, out3 = _more(out2, shrink, weight * s2, k2), _more(out3, shrink, weight * s3, k3)
     if part < 0:
         place = token * num_heads + head
         _store(out + place * 512, lse + place, out0, out1, out2, out3, largest, total, head < num_heads)
     else:
         to = parts + (part.to(tl.int64) * num_heads + head) * _PART
         _store(to, to + 512, out0, out1, out2, out3, largest, total, head < num_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _work(
+    items: tl.tensor,
+    number: tl.tensor,
+    splits: tl.tensor,
+    slots_token: tl.tensor,
+    KEYS: tl.constexpr,
+    IS_SELECTED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The first columns of an item of `Work`: query, where its ids begin, first key, end of keys, partial result."""
+    if IS_SELECTED:
+        token, first_id, begin, end, part = _share(items, number, splits, slots_token, KEYS)
+    else:
+        item = items + number * 8
+        token, first_id = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
+        begin, end, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    return token, first_id, begin, end, part
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share(
+    lengths: tl.tensor, number: tl.tensor, splits: tl.tensor, slots_token: tl.tensor, KEYS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The same for one of `splits` shares of a query's slots; the first one is there even if there are none."""
+    token, split = (number // splits).to(tl.int64), number % splits
+    length = tl.load(lengths + token)
+    size = _share_len(length, splits, KEYS)
+    begin = split * size
+    part = tl.where(length > size, number, -1)
+    end = tl.minimum(begin + size, length)
+    return tl.where((begin < length) | (split == 0), token, -1), token * slots_token, begin, end, part
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share_len(length: tl.tensor, splits: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """How many keys a program takes of a query."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, _FEWEST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -218,10 +293,15 @@ def _keys(at: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scales(at: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The scales of the four blocks, each [1, keys]."""
-    first, second = tl.load(at)[None, :], tl.load(at + 1)[None, :]
-    return first, second, tl.load(at + 2)[None, :], tl.load(at + 3)[None, :]
+def _scales(at: tl.tensor, HAS_SCALES: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The scales of the four blocks, each [1, keys]; or 1."""
+    if HAS_SCALES:
+        first, second = tl.load(at)[None, :], tl.load(at + 1)[None, :]
+        third, fourth = tl.load(at + 2)[None, :], tl.load(at + 3)[None, :]
+    else:
+        one = tl.full((1, 1), 1.0, tl.float32)
+        first, second, third, fourth = one, one, one, one
+    return first, second, third, fourth
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -258,22 +338,31 @@ def _store(
     tl.store(to_lse, (largest + tl.log2(total)) * _LN_2, mask=is_in)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
 def _merge(
     parts: tl.tensor,
     spans: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     num_heads: tl.tensor,
+    splits: tl.tensor,
     SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_SELECTED: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """One program per query and head. Every partial result has keys."""
+    """One program per query and head. Every partial result has keys. With IS_SELECTED, `spans` are lengths."""
     token, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, SIZE)
     if IS_EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    begin, end = tl.load(spans + token), tl.load(spans + token + 1)
+    if IS_SELECTED:
+        length = tl.load(spans + token)
+        size = _share_len(length, splits, KEYS)
+        begin = token * splits
+        end = begin + tl.where(length > size, tl.cdiv(length, size), 0)
+    else:
+        begin, end = tl.load(spans + token), tl.load(spans + token + 1)
     if begin == end:
         return
     merged = tl.zeros((SIZE,), tl.float32)
@@ -289,66 +378,3 @@ def _merge(
     place = token * num_heads + head
     tl.store(out + place * SIZE + feature, (merged / total).to(out.dtype.element_ty))
     tl.store(lse + place, largest + tl.log(total))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(
-    latent: tl.tensor,
-    rope: tl.tensor,
-    slots: tl.tensor,
-    latents: tl.tensor,
-    ropes: tl.tensor,
-    scales: tl.tensor,
-    latent_token: tl.tensor,
-    rope_token: tl.tensor,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    TINY: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-) -> None:
-    """One program per token and block; the first one also writes the rotary part."""
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    feature, turned = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
-    if IS_EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(slots + token).to(tl.int64)
-    value = tl.load(latent + token * latent_token + feature).to(tl.float32)
-    # A maximum loses NaNs, a sum does not.
-    scale = tl.div_rn(tl.max(tl.abs(value), axis=0) + tl.sum(value * 0.0, axis=0), _LARGEST)
-    scale = tl.where(scale < TINY, TINY, scale)
-    small = tl.div_rn(value, tl.zeros_like(value) + scale)
-    # Clamped with `where`, since minimum and maximum lose NaNs.
-    small = tl.where(small > _LARGEST, _LARGEST, tl.where(small < -_LARGEST, -_LARGEST, small))
-    tl.store(latents + slot * NUM_BLOCKS * BLOCK + feature, small.to(latents.dtype.element_ty))
-    tl.store(scales + slot * NUM_BLOCKS + block, scale)
-    if block == 0:
-        tl.store(ropes + slot * DIM + turned, tl.load(rope + token * rope_token + turned).to(ropes.dtype.element_ty))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _read(
-    slots: tl.tensor,
-    latents: tl.tensor,
-    ropes: tl.tensor,
-    scales: tl.tensor,
-    latent: tl.tensor,
-    rope: tl.tensor,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-) -> None:
-    """One program per token and block; the first one also reads the rotary part."""
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    feature, turned = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
-    if IS_EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(slots + token)
-    value = tl.load(latents + slot * NUM_BLOCKS * BLOCK + feature).to(tl.float32)
-    value *= tl.load(scales + slot * NUM_BLOCKS + block)
-    tl.store(latent + token * NUM_BLOCKS * BLOCK + feature, value.to(latent.dtype.element_ty))
-    if block == 0:
-        tl.store(rope + token * DIM + turned, tl.load(ropes + slot * DIM + turned).to(rope.dtype.element_ty))
