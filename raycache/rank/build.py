@@ -7,11 +7,12 @@ build     allocate the pool, with the number of pages that all ranks agreed on, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from raycache.parallel.lost_peers import logging_errors_of_gpu, reporting_lost_p
 from raycache.rank.backend import choose_backend
 from raycache.rank.compilations import warn_of_compilers
 from raycache.rank.drafter import Drafter, DraftGraphs
-from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, whole_model
+from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, stage_layers
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.loading import load_weights, read_threads
 from raycache.rank.member import Member
@@ -42,6 +43,7 @@ from raycache.rank.peak import measure_peak
 from raycache.rank.pieces import RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
 from raycache.rank.recorder import CudaRecorder
+from raycache.rank.stage_link import received_widths
 from raycache.rank.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
@@ -133,7 +135,7 @@ class LoadedRank:
             with reporting_lost_peers(member.ctx):
                 rank = self._build_around(pool, mover)
                 if warms_up:
-                    warm_up(rank, self.deployment)
+                    warm_up(rank, self.deployment, batch_sizes=self._graph_sizes[0] if self._has_graphs else ())
         except BaseException:  # an interrupt, too: the host tier would stay pinned in this process
             with logging_errors_of_gpu(True):
                 if mover is not None:
@@ -150,8 +152,10 @@ class LoadedRank:
             last = LastTokens(self.deployment.config.max_running, member.ctx)
         member.note("staging")
         if self._has_graphs:
+            gc.collect()  # once: it takes 0.2 s
             graphs, draft_graphs = self._record(pool, last)
-        if self._has_pieces:
+            if graphs is None:
+                gc.collect()  # what was recorded in part
             pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE)
         member.note("graphs")
         if (use := member.use) is not None:
@@ -173,7 +177,7 @@ class LoadedRank:
             sizes=sizes,
             page_size=deployment.config.page_size,
             ctx=self.member.ctx,
-            has_scratch=self._has_pieces,
+            has_scratch=self._has_graphs,
             num_spare_states=max(map(deployment.num_spare_states, deployment.components), default=0),
         )
 
@@ -228,15 +232,18 @@ class LoadedRank:
 
     def _record(self, pool: DevicePool, last: LastTokens | None) -> tuple[DecodeGraphs | None, DraftGraphs | None]:
         """Record decode steps as CUDA graphs, if the model's layers support it."""
-        draft_config = self.deployment.model.draft
+        ctx = self.member.ctx
+        widths = received_widths(self.deployment.model, ctx)
         layers = GraphLayers(
-            whole_model(self._decode_model or self.model),
+            stage_layers(self._decode_model or self.model, widths=widths, is_last=ctx.is_last_stage),
             pool,
-            records=() if draft_config is None else draft_config.recorded,
+            records=self._records,
+            hidden=self._no_rows(sum(widths)),
             has_all_tokens=self._decode_model is not None,
+            has_states=STATE in pool.sizes,  # of any stage, or of the draft model: all run the same rows
             longest=1 + self.deployment.config.most_drafts,
         )
-        start_s = time.monotonic()
+        start_s, recorder = time.monotonic(), CudaRecorder(pool.device)
         sizes, draft_sizes = self._graph_sizes
         draft_graphs = None
         try:
@@ -245,8 +252,8 @@ class LoadedRank:
                 sizes=sizes,
                 pool=pool,
                 backend=self.backend,
-                ctx=self.member.ctx,
-                has_states=STATE in pool.sizes,  # true for the draft as well: it runs the same rows
+                ctx=ctx,
+                recorder=recorder,
                 last=last,
             )
             if self.draft is not None:
@@ -258,6 +265,7 @@ class LoadedRank:
                     target=graphs,
                     has_states=self._has_draft_states,
                     dtype=self.deployment.dtype,
+                    new_recorder=partial(CudaRecorder, pool.device),
                 )
         except NotRecordableError as cause:
             _log.warning("decode steps run without CUDA graphs and are slower: %s", cause)
@@ -266,15 +274,14 @@ class LoadedRank:
             "recorded decode steps of %s rows as CUDA graphs in %.1f s, %.0f MiB",
             "/".join(map(str, sizes)),
             time.monotonic() - start_s,
-            (graphs.num_bytes + (0 if draft_graphs is None else draft_graphs.num_bytes)) / 2**20,
+            recorder.num_bytes / 2**20,
         )
         return graphs, draft_graphs
 
     def _record_pieces(self, pool: DevicePool, *, least: int) -> RecordedPieces | None:
         """Record pieces of short steps that are no decode batches, if the model's layers support it."""
         deployment, ctx, start_s = self.deployment, self.member.ctx, time.monotonic()
-        draft = deployment.model.draft
-        recorder = CudaRecorder(pool.device)
+        widths, recorder = received_widths(deployment.model, ctx), CudaRecorder(pool.device)
         try:
             pieces = RecordedPieces(
                 self.model,
@@ -282,8 +289,8 @@ class LoadedRank:
                 pool=pool,
                 backend=self.backend,
                 ctx=ctx,
-                hidden=None if ctx.is_first_stage else self._no_hidden,
-                records=() if draft is None else draft.recorded,
+                hidden=self._no_rows(sum(widths[:1])),
+                records=self._records,
                 recorder=recorder,
             )
         except NotRecordableError as cause:
@@ -299,20 +306,22 @@ class LoadedRank:
         return pieces
 
     @property
-    def _no_hidden(self) -> Tensor:
-        """[0, C], like what the stage before sends."""
-        model, ctx = self.deployment.model, self.member.ctx
-        width = model.stream_width(ctx.layers(model.num_layers).start)
-        return torch.empty((0, width), dtype=self.deployment.dtype, device=ctx.device)
+    def _records(self) -> tuple[int, ...]:
+        draft = self.deployment.model.draft
+        return () if draft is None else draft.recorded
+
+    def _no_rows(self, width: int) -> Tensor | None:
+        """[0, width], like what the stage before sends; None where it sends nothing."""
+        return torch.empty((0, width), dtype=self.deployment.dtype, device=self.member.ctx.device) if width else None
 
     @property
-    def _has_pieces(self) -> bool:
+    def _has_graphs(self) -> bool:
         return self.deployment.config.cuda_graphs and self.backend.capabilities.can_capture
 
     @property
     def _most_pieces(self) -> int:
         """Upper bound of the graphs of pieces: one per call of attention, and one behind the last."""
-        if not self._has_pieces:
+        if not self._has_graphs:
             return 0
         parts = self.deployment.components
         calls = sum(len(part.layers) * (_STATE_CALLS if part.reuse is Reuse.STATE_HERE else 1) for part in parts)
@@ -321,10 +330,6 @@ class LoadedRank:
     @property
     def _has_draft_states(self) -> bool:
         return any(part.is_draft and part.reuse is Reuse.STATE_HERE for part in self.deployment.components)
-
-    @property
-    def _has_graphs(self) -> bool:
-        return self._has_pieces and self.deployment.config.pp == 1
 
     @property
     def _graph_sizes(self) -> tuple[list[int], list[int]]:

@@ -33,6 +33,7 @@ from raycache.models.drafts.base import DraftModel
 from raycache.parallel.context import ParallelContext
 from raycache.rank.graphs import DecodeGraphs, GraphLayers
 from raycache.rank.pending_result import PendingResult
+from raycache.rank.recorder import Recorder
 from raycache.rank.sampler import SampleRow, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
@@ -113,6 +114,7 @@ class DraftGraphs:
         target: DecodeGraphs,
         has_states: bool,
         dtype: torch.dtype,
+        new_recorder: Callable[[], Recorder],
     ) -> DraftGraphs:
         """Record passes of these batch sizes, and one that follows each of the target's graphs."""
         features = None
@@ -126,14 +128,14 @@ class DraftGraphs:
             found = model.forward(ids, features, run)
             return found, _likeliest(model.logits(found))
 
-        graphs = partial(DecodeGraphs, pool=pool, backend=backend, ctx=target.ctx, has_states=has_states)
-        passes, following = (GraphLayers(layers, pool.behind(), features=features) for layers in (draft, forward))
-        return cls(graphs(passes, sizes=sizes), graphs(following, sizes=target.sizes, target=target))
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory used by the graphs."""
-        return self.passes.num_bytes + self.following.num_bytes
+        graphs = partial(DecodeGraphs, pool=pool, backend=backend, ctx=target.ctx)
+        passes, following = (
+            GraphLayers(layers, pool.behind(), hidden=features, has_states=has_states) for layers in (draft, forward)
+        )
+        return cls(
+            graphs(passes, sizes=sizes, recorder=new_recorder()),
+            graphs(following, sizes=target.sizes, target=target, recorder=new_recorder()),
+        )
 
 
 @dataclass
@@ -207,7 +209,7 @@ class Drafter:
         if step.recorded is not None and self.graphs is not None:
             self.graphs.following.prepare_behind(step.recorded)
             (found,) = self.graphs.following.replay(
-                ids=step.tokens if self.model.num_features else None, features=features
+                ids=step.tokens if self.model.num_features else None, hidden=features
             )
             return found
         assert step.inputs is not None, "a replayed step must be followed by a replay"
@@ -320,7 +322,7 @@ class Drafter:
         tables: Mapping[str, PageTables],
     ) -> tuple[Tensor, Tensor]:
         graphs.prepare(plan, tables)
-        found, likeliest = graphs.replay(ids=ids, features=features)
+        found, likeliest = graphs.replay(ids=ids, hidden=features)
         return found, likeliest
 
     def _choose(

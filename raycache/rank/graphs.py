@@ -2,7 +2,11 @@
 
 A decode step launches about ten small kernels per layer, which take longer to launch than to run. A graph launches them
 all at once. It reads and writes fixed addresses: its inputs (decode_batch.py), its attention plan (StaticStep), the
-pool, and its outputs, which the next replay overwrites.
+pool, and its outputs, which the next replay overwrites. With several pipeline stages, each has graphs of its layers:
+
+    first stage    ids -> [ embedding, layers ] -> hidden states
+    others                     hidden states -> [ layers ] -> hidden states
+    last stage                 hidden states -> [ layers, norm, head ] -> logits
 
 A row with draft tokens runs as one row per token: each is written to the cache before attention and attends only up to
 itself. Recurrent layers take it as one row and keep a state behind each token.
@@ -12,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from raycache.models.base import Model, head_of
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.last_tokens import LastTokens
+from raycache.rank.recorder import Recorder, Replay
+from raycache.rank.stage_link import split_rows
 from raycache.step.page_tables import PageTables
 from raycache.wire.plan import Row, StepPlan
 
@@ -31,36 +36,47 @@ _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 Layers = Callable[[Tensor, Tensor | None, ForwardPass], tuple[Tensor, ...]]
-"""The recorded function: token ids [L], and target features [L, F] if the draft model takes them -> outputs."""
+"""The recorded function: token ids [L], and hidden states [L, F] if it takes any -> outputs."""
 
 
 @dataclass(frozen=True)
 class GraphLayers:
-    """The layers that a graph runs: a whole model, or its draft model.
+    """The layers that a graph runs: those of a stage, or a draft model.
 
     Attributes:
         views: cache of these layers.
         records: layers to record for a draft model (see `ForwardPass`).
-        features: empty tensor [0, F] with the width and dtype of the target features that the layers take, or None.
+        hidden: empty tensor [0, F] like the hidden states that the layers take: what the stage before sends, or the
+            target's features; None if they take token ids only.
         has_all_tokens: whether every cp rank computes all rows, see `build_inputs`.
+        has_states: whether the layers are recurrent.
         longest: most tokens of a row.
     """
 
     forward: Layers
     views: LayerViews
     records: Sequence[int] = ()
-    features: Tensor | None = None
+    hidden: Tensor | None = None
     has_all_tokens: bool = False
+    has_states: bool = False
     longest: int = 1
 
 
-def whole_model(model: Model) -> Layers:
-    """The layers of a model with one stage: outputs this rank's part of the logits, [T, R] (see `VocabHead`), and
-    features for a draft model. What ranks exchange of the logits depends on the step."""
+def stage_layers(model: Model, *, widths: Sequence[int], is_last: bool) -> Layers:
+    """The layers of a stage. The last one outputs this rank's part of the logits, [L, R] (see `VocabHead`), and
+    features for a draft model; what ranks exchange of logits depends on the step. The others output what they send.
 
-    def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
-        hidden = model.forward(model.embed(ids), run)
-        return head_of(model).part(model.normed(hidden)), for_draft(hidden, run.recorded)
+    Args:
+        widths: see `received_widths`.
+    """
+
+    def forward(ids: Tensor, received: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
+        hidden, *before = [model.embed(ids)] if received is None else split_rows(received, widths)
+        hidden = model.forward(hidden, run)
+        recorded = [*before, *run.recorded]
+        if not is_last:
+            return hidden, *recorded
+        return head_of(model).part(model.normed(hidden)), for_draft(hidden, recorded)
 
     return forward
 
@@ -82,15 +98,15 @@ class _Recorded:
 
     Attributes:
         step: attention plan.
+        hidden: [L, F], or None.
         outputs: [L, ...] each.
-        features: [L, F], or None.
     """
 
     batch: DecodeBatch
     step: StaticStep
-    graph: torch.cuda.CUDAGraph
+    hidden: Tensor | None
+    replay: Replay
     outputs: tuple[Tensor, ...]
-    features: Tensor | None
 
 
 class DecodeGraphs:
@@ -100,11 +116,9 @@ class DecodeGraphs:
         sizes: batch sizes to record, in rows.
         pool: must have scratch units.
         backend: must support graph capture.
-        has_states: whether the layers are recurrent.
         last: last sampled tokens, for rows that take their token from the device; or None.
         target: graphs of the same sizes that share their inputs with these and are always replayed before.
-    Attributes:
-        num_bytes: device memory used by the graphs.
+        recorder: of these graphs only: others would overwrite their outputs.
     Raises:
         NotRecordableError: the layers cannot be recorded.
     """
@@ -118,19 +132,15 @@ class DecodeGraphs:
         pool: DevicePool,
         backend: AttentionBackend,
         ctx: ParallelContext,
-        has_states: bool,
+        recorder: Recorder,
         last: LastTokens | None = None,
         target: DecodeGraphs | None = None,
     ) -> None:
         self._layers, self._pool, self._backend, self.ctx = layers, pool, backend, ctx
-        self._last, self._has_states = last, has_states
+        self._last = last
         self._next: _Recorded | None = None
-        before, _ = torch.cuda.mem_get_info(ctx.device)
-        memory = torch.cuda.graph_pool_handle()
         # Largest first, so that the others fit into its memory.
-        self._recorded = {size: self._record(size, memory, target) for size in sorted(sizes, reverse=True)}
-        after, _ = torch.cuda.mem_get_info(ctx.device)
-        self.num_bytes = before - after
+        self._recorded = {size: self._record(size, recorder, target) for size in sorted(sizes, reverse=True)}
 
     @property
     def has_all_tokens(self) -> bool:
@@ -142,6 +152,12 @@ class DecodeGraphs:
         """Slots of the prepared rows of this cp rank, int64 [rows]."""
         assert self._next is not None, "call prepare first"
         return self._next.batch.slots[: self._next.batch.num_local]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of the prepared rows of this cp rank."""
+        assert self._next is not None, "call prepare first"
+        return self._next.batch.num_local
 
     @property
     def sizes(self) -> list[int]:
@@ -166,12 +182,12 @@ class DecodeGraphs:
         assert other._next is not None, "`other` must be prepared first"
         self._next = next(mine for mine in self._recorded.values() if mine.batch is other._next.batch)
 
-    def replay(self, *, ids: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, ...]:
+    def replay(self, *, ids: Tensor | None = None, hidden: Tensor | None = None) -> tuple[Tensor, ...]:
         """Replay the prepared graph.
 
         Args:
             ids: int64 [rows of this cp rank]; None for the token ids of the plan.
-            features: [rows of this cp rank, F], if the layers take them.
+            hidden: [rows of this cp rank, F], if the layers take them.
         Returns:
             Outputs, [rows of this cp rank, ...] each, valid until the next replay; of all rows with `has_all_tokens`.
         """
@@ -179,44 +195,45 @@ class DecodeGraphs:
         count = self._next.batch.num_local
         if ids is not None:
             self._next.batch.inputs.ids[:count].copy_(ids)
-        if features is not None and self._next.features is not None:
-            self._next.features[:count].copy_(features)
-        self._next.graph.replay()
+        if hidden is not None and self._next.hidden is not None:
+            self._next.hidden[:count].copy_(hidden)
+            # Rows of an earlier step may be no numbers, if its pages could not be loaded.
+            self._next.hidden[count:].zero_()
+        self._next.replay()
         return tuple(part[:count] for part in self._next.outputs)
 
     def _is_plain(self, row: Row) -> bool:
         if row.first_sampled or row.output_position < 0 or row.targets:
             return False
-        if self._has_states and row.read_state < 0:
+        if self._layers.has_states and row.read_state < 0:
             return False
-        # Splitting a row changes which cp rank computes which token, unless each computes all of them.
-        return row.num_tokens == 1 or self.ctx.cp.size == 1 or self.has_all_tokens
+        if row.num_tokens == 1 or self.ctx.cp.size == 1:
+            return True
+        # Splitting a row changes which cp rank computes which token, unless each computes all of them. Launched steps
+        # do so without recurrent layers only, and another stage may have no graphs.
+        return self.has_all_tokens and not (self._layers.has_states and self.ctx.pp.size > 1)
 
-    def _record(self, size: int, memory: Any, target: DecodeGraphs | None) -> _Recorded:
+    def _record(self, size: int, recorder: Recorder, target: DecodeGraphs | None) -> _Recorded:
         if target is None:
             longest, has_all = self._layers.longest, self._layers.has_all_tokens
             batch = DecodeBatch(size, self._pool, self.ctx, longest=longest, has_all_tokens=has_all)
             step = self._backend.plan_static(batch.inputs)
         else:
             batch, step = target._recorded[size].batch, target._recorded[size].step
-        features = None
-        if (empty := self._layers.features) is not None:
-            features = empty.new_zeros(len(batch.inputs.ids), empty.shape[1])
+        hidden = None
+        if (empty := self._layers.hidden) is not None:
+            hidden = empty.new_zeros(len(batch.inputs.ids), empty.shape[1])
         step.replan(batch.inputs)
-        stream = torch.cuda.Stream(self.ctx.device)
-        stream.wait_stream(torch.cuda.current_stream(self.ctx.device))
-        with torch.cuda.stream(stream):
-            self._run(batch, step, features)  # allocation and compilation at first use must not be recorded
-        torch.cuda.current_stream(self.ctx.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
-            outputs = self._run(batch, step, features)
-        return _Recorded(batch, step, graph, outputs, features)
+        with recorder.trying():  # allocation and compilation at first use must not be recorded
+            self._run(batch, step, hidden)
+        with recorder.recording():
+            outputs = self._run(batch, step, hidden)
+        return _Recorded(batch, step, hidden, recorder.last(), outputs)
 
-    def _run(self, batch: DecodeBatch, step: StaticStep, features: Tensor | None) -> tuple[Tensor, ...]:
+    def _run(self, batch: DecodeBatch, step: StaticStep, hidden: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
             # Tokens that the host does not know yet are -1. Written in place: the draft's graph reads the same inputs.
             ids.copy_(torch.where(ids < 0, self._last.tokens[batch.slots], ids))
         run = ForwardPass(step, self._layers.views, batch.inputs.positions, self._layers.records)
-        return self._layers.forward(ids, features, run)
+        return self._layers.forward(ids, hidden, run)

@@ -29,6 +29,7 @@ from raycache.rank.last_tokens import LastTokens
 from raycache.rank.pending_result import PendingResult
 from raycache.rank.pieces import RecordedPieces
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
+from raycache.rank.stage_link import StageLink, split_rows
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.step.single_rows import emitted_tokens, in_single_rows, is_decode
@@ -109,10 +110,11 @@ class Rank:
     at_close: Callable[[], None] = lambda: None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
-    _unsent: Callable[[], None] = lambda: None
+    _link: StageLink = field(init=False)
 
     def __post_init__(self) -> None:
         self._tables = {space: PageTables() for space in self.pool.windows}
+        self._link = StageLink(self.config, self.ctx, self.dtype)
 
     def execute(self, plan: StepPlan, masks: Masks = NO_MASKS) -> NDArray[np.int64]:
         """Run one step and return its results, [result_len, result_width]; empty before the last stage."""
@@ -126,8 +128,7 @@ class Rank:
 
     def settle(self) -> None:
         """Wait until the next stage has what was sent to it."""
-        self._unsent()
-        self._unsent = lambda: None
+        self._link.settle()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
@@ -183,7 +184,11 @@ class Rank:
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, *, takes_likeliest: bool) -> LaunchedLayers:
         graphs.prepare(plan, self._tables)
-        part, features = graphs.replay()
+        outputs = graphs.replay(hidden=self._link.receive(graphs.num_rows))
+        if not self.ctx.is_last_stage:
+            self._link.send(outputs)
+            return LaunchedLayers()
+        part, features = outputs
         head = head_of(self.decode_model or self.model)
         found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=graphs.has_all_tokens)
         return replace(found, features=features, recorded=graphs)
@@ -245,27 +250,17 @@ class Rank:
 
     def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, Sequence[Tensor]]:
         """Hidden states after this stage's layers, and those recorded for a draft model."""
-        records = () if self.config.draft is None else self.config.draft.recorded
-        hidden, received = None, list[Tensor]()
-        if not self.ctx.is_first_stage:
-            size, first = self.config.hidden_size, self.ctx.layers(self.config.num_layers).start
-            widths = [self.config.stream_width(first)] + [size] * sum(layer < first for layer in records)
-            together = torch.empty((len(inputs.ids), sum(widths)), dtype=self.dtype, device=self.ctx.device)
-            if len(inputs.ids):
-                self.ctx.pp.recv(together, source=self.ctx.pp.rank - 1)
-            hidden, *received = (part.contiguous() for part in together.split(widths, dim=1))
+        received = self._link.receive(len(inputs.ids))
+        hidden, *before = [None] if received is None else split_rows(received, self._link.widths)
         if self.pieces is not None and model is self.model and self.pieces.can_run(inputs):
             hidden, recorded = self.pieces.forward(inputs, hidden)
         else:
+            records = () if self.config.draft is None else self.config.draft.recorded
             run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
             hidden, recorded = model.forward(model.embed(inputs.ids) if hidden is None else hidden, run), run.recorded
-        recorded = [*received, *recorded]
-        if not self.ctx.is_last_stage and len(inputs.ids):
-            # One send may stay in flight, so that this stage starts its next step while the next stage is busy. It has
-            # a copy: the next step overwrites the hidden states of a graph.
-            self._unsent()
-            together = torch.cat([hidden, *recorded], dim=1)
-            self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
+        recorded = [*before, *recorded]
+        if not self.ctx.is_last_stage:
+            self._link.send([hidden, *recorded])
         return hidden, recorded
 
     def _results(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks) -> Tensor:

@@ -1,12 +1,11 @@
-"""Records parts of a step as CUDA graphs, one after the other.
+"""Records steps, or parts of them, as CUDA graphs, one after the other.
 
-The graphs are replayed in the order in which they were recorded, and share memory: what a tensor needed is used again
-as soon as nothing refers to it.
+The graphs share memory: what a tensor needed is used again as soon as nothing refers to it. So a graph may read what
+another one wrote only if they are replayed in the order in which they were recorded, without others in between.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,7 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records graphs, one after the other, that are replayed in the same order and share memory."""
+    """Records graphs, one after the other, that share memory."""
 
     def trying(self) -> AbstractContextManager[None]:
         """Layers run within it as they will be recorded, so that they compile and allocate before."""
@@ -50,14 +49,14 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs.
+    """Records CUDA graphs. Garbage that holds device memory must have been collected (`gc.collect`): freeing it while
+    something is recorded is an error.
 
     Attributes:
         num_bytes: device memory that they use.
     """
 
     def __init__(self, device: torch.device) -> None:
-        gc.collect()  # what holds device memory must not be collected while something is recorded
         self._device, self._memory = device, torch.cuda.graph_pool_handle()
         # One stream for all of them: each has a workspace of its own for matrix products.
         self._stream = torch.cuda.Stream(device)

@@ -65,9 +65,11 @@ class WarmUpStep:
     plan: StepPlan
 
 
-def warm_up(rank: Rank, deployment: Deployment) -> None:
+def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -> None:
     """Run all steps on a rank whose pool is still empty. Collective over all ranks of a gang; does nothing on a CPU.
 
+    Args:
+        batch_sizes: of decode steps that ranks record where they can, in rows; none without graphs.
     Raises:
         ConfigError: a step does not fit into GPU memory.
     """
@@ -83,13 +85,12 @@ def warm_up(rank: Rank, deployment: Deployment) -> None:
         _slots={},
     )
     steps = [(eager, step) for step in eager_steps(deployment)]
-    if deployment.config.cuda_graphs and rank.backend.capabilities.can_capture:
-        # Other stages may have recorded other sizes; all run the same steps.
+    if batch_sizes:
+        # Other stages may have recorded other steps; all run the same ones.
         short, most = replace(eager, pieces=rank.pieces, _slots={}), min(deployment.max_step_tokens, LONGEST)
         steps += [(short, step) for _, step in steps if sum(row.num_tokens for row in step.plan.rows) <= most]
-    if rank.graphs is not None:
         whole = replace(rank, _slots={})
-        steps += [(whole, step) for step in recorded_steps(deployment, sizes=rank.graphs.sizes)]
+        steps += [(whole, step) for step in recorded_steps(deployment, sizes=batch_sizes)]
     with Compilations() as found:
         for one, step in steps:
             _run(one, step)

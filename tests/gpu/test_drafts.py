@@ -65,12 +65,16 @@ def test_outputs_in_float32_are_those_of_the_cpu(
             assert stats.accepted == stats.drafted
 
 
-@pytest.mark.parametrize("has_graphs", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize(
+    ("has_graphs", "pp"), [(True, 1), (False, 1), (True, 2)], ids=["recorded", "eager", "recorded stages"]
+)
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
-def test_a_model_drafts_what_it_says_itself_in_bfloat16(tmp_path: Path, family: str, has_graphs: bool) -> None:
+def test_a_model_drafts_what_it_says_itself_in_bfloat16(tmp_path: Path, family: str, has_graphs: bool, pp: int) -> None:
+    if pp > torch.cuda.device_count():
+        pytest.skip("needs 2 GPUs")
     model = byte_level(make_half(tmp_path / family, family))
     settings: dict[str, Any] = {"draft": str(model), "draft_tokens": 3, "adaptive_drafts": False}
-    settings |= {"max_running": 8, "max_model_len": 512, "cuda_graphs": has_graphs}
+    settings |= {"max_running": 8, "max_model_len": 512, "cuda_graphs": has_graphs, "pp": pp}
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     asked = prompts(oracle.config.vocab_size)
     with LLM(str(model), device="cuda", dtype="bfloat16", page_size=16, num_pages=64, **settings) as llm:

@@ -9,7 +9,9 @@ other one, which a few positions show. So there are two bounds: for the median o
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from raycache.config import Config
 from raycache.deployment.deployment import deploy
 from raycache.memory.component import CacheFormat
 from raycache.models.base import components
+from raycache.parallel.context import ParallelContext
 from raycache.rank.build import load
 from raycache.rank.member import alone
 from raycache.rank.rank import Rank
@@ -46,6 +49,7 @@ from tests.oracle.half import (
     draw_sequences,
     make_half,
 )
+from tests.oracle.recorded import Link
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +57,9 @@ DEVICE = "cuda"
 TYPICAL, WORST = 0.025, 0.2
 RIGHT = {"dtype": "float32", "attention": "torch", "cuda_graphs": False}
 FAST = {"dtype": "bfloat16", "attention": "flashinfer"}
+
+LAG_CYCLES = 40_000_000
+"""About 20 ms, much more than launching a step takes."""
 
 Rows = dict[tuple[str, str], Tensor]
 """(component, field) -> rows [L, units, ...] in float32."""
@@ -124,6 +131,19 @@ def new_rank(model: Path, kind: Mapping[str, Any]) -> Rank:
     return loaded.build(loaded.measure())
 
 
+def new_stages(model: Path, kind: Mapping[str, Any]) -> list[Rank]:
+    """Ranks of two stages on one GPU, which are called in turn."""
+    deployment = deploy(Config(model=str(model), **settings(kind, pp=2)), device_type=DEVICE)
+    split, sent, stages = deployment.config.split, [list[Tensor]()], list[Rank]()
+    for number in range(split.pp):
+        member = alone(device="cuda:0" if DEVICE == "cuda" else DEVICE)
+        ctx = ParallelContext(split, number, member.ctx.device, pp=Link(rank=number, sent=sent))
+        loaded = load(deployment, replace(member, ctx=ctx))
+        stages.append(loaded.build(loaded.measure()))
+    assert not sent[0], "all stages run the same steps before they are ready"
+    return stages
+
+
 def fields(rank: Rank) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Rows [L, units, ...] of the pool, without what only padding uses."""
     fmt = CacheFormat(str(rank.dtype).removeprefix("torch."))
@@ -141,26 +161,49 @@ def fill(rank: Rank) -> Rows:
     return noise
 
 
-def follow(rank: Rank, plans: Sequence[StepPlan], *, lag_cycles: int = 0) -> Found:
+def fill_stages(stages: Sequence[Rank], noise: Rows) -> None:
+    """Fill the pools of stages with the noise of a rank with all layers."""
+    num_filled = Counter[tuple[str, str]]()
+    for stage in stages:
+        for key, rows in fields(stage):
+            first = num_filled[key]
+            rows.copy_(noise[key][first : first + len(rows)])
+            num_filled[key] += len(rows)
+
+
+def rows_of(stages: Sequence[Rank]) -> Rows:
+    """Rows of all layers."""
+    parts: dict[tuple[str, str], list[Tensor]] = {}
+    for stage in stages:
+        for key, rows in fields(stage):
+            parts.setdefault(key, []).append(rows.float().cpu())
+    return {key: torch.cat(of_stages) for key, of_stages in parts.items()}
+
+
+def follow(rank: Rank, plans: Sequence[StepPlan], *, lag_cycles: int = 0, before: Sequence[Rank] = ()) -> Found:
     """Execute plans; each emits every position.
 
     Args:
+        rank: of the last stage.
         lag_cycles: for which the device sleeps before each step, while further steps are launched.
+        before: ranks of the stages before.
     """
     lines: list[list[Tensor]] = [[] for _ in LENGTHS]
     found, num_replayed = list[Tensor](), 0
+    stages = (*before, rank)
     for plan in plans:
-        num_replayed += rank.graphs is not None and rank.graphs.can_run(plan)
+        num_replayed += all(stage.graphs is not None and stage.graphs.can_run(plan) for stage in stages)
         if lag_cycles:
             torch.cuda._sleep(lag_cycles)
+        for stage in before:
+            stage.forward(plan)
         logits = rank.forward(plan)
         assert logits is not None
         found.append(logits.float().clone() if lag_cycles else logits.float().cpu())
     for plan, logits in zip(plans, found, strict=True):
         for row, part in zip(plan.rows, logits.cpu().split([row.num_tokens for row in plan.rows]), strict=True):
             lines[row.slot].append(part)
-    rows = {key: part.float().cpu() for key, part in fields(rank)}
-    return Found([torch.cat(parts) for parts in lines], rows, num_replayed)
+    return Found([torch.cat(parts) for parts in lines], rows_of(stages), num_replayed)
 
 
 def errors(found: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[float, float]:
@@ -209,6 +252,29 @@ def test_logits_and_cache_are_right_with_recorded_steps_and_without(case: Case) 
     check_rows(launched.rows, case)
 
 
+@pytest.mark.parametrize("case", list(SETTINGS), indirect=True)
+def test_logits_and_cache_of_two_stages_are_right_with_recorded_steps(case: Case) -> None:
+    first, last = new_stages(case.model, FAST)
+    fill_stages((first, last), case.before)
+    recorded = follow(last, case.plans, before=[first])
+    assert recorded.num_replayed == sum(all(row.num_tokens == 1 for row in plan.rows) for plan in case.plans)
+    first.graphs = None  # as if its layers could not be recorded
+    fill_stages((first, last), case.before)
+    half = follow(last, case.plans, before=[first])
+    assert is_right(recorded, case.right) & is_right(half, case.right) & is_right(recorded, half)
+    check_rows(recorded.rows, case)
+    check_rows(half.rows, case)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_v32", "nemotron_h"], indirect=True)
+def test_stages_may_be_launched_before_the_device_has_begun_those_before(case: Case) -> None:
+    first, last = new_stages(case.model, FAST)
+    fill_stages((first, last), case.before)
+    found = follow(last, case.plans, lag_cycles=LAG_CYCLES, before=[first])
+    assert is_right(found, case.right)
+    check_rows(found.rows, case)
+
+
 @pytest.mark.parametrize("case", ["kimi_linear", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"], indirect=True)
 def test_logits_of_latents_in_fp8_are_right_with_recorded_steps_and_without(
     case: Case, caplog: pytest.LogCaptureFixture
@@ -225,10 +291,6 @@ def test_logits_of_latents_in_fp8_are_right_with_recorded_steps_and_without(
     launched = follow(rank, case.plans)
     assert is_right(recorded, right) & is_right(launched, right) & is_right(recorded, launched)
     assert "attention: no kernel" not in caplog.text
-
-
-LAG_CYCLES = 40_000_000
-"""About 20 ms, much more than launching a step takes."""
 
 
 @pytest.mark.parametrize("case", list(SETTINGS), indirect=True)
@@ -322,6 +384,27 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
 
+def check_scores(model: str, found: list[list[int]]) -> None:
+    """The last tokens of each sequence are the likeliest behind those before."""
+    with LLM(model, **settings(RIGHT)) as llm:
+        for answer in llm.generate(found, SCORED):
+            scores = [score for score in answer.prompt_logprobs[-GREEDY.max_tokens :] if score is not None]
+            assert len(scores) == GREEDY.max_tokens
+            assert max(score.top[0][1] - score.logprob for score in scores) < TIE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v32", "nemotron_h"])
+def test_greedy_tokens_of_two_stages_are_the_best_ones(name: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = str(tiny_tokenizers.byte_level(make_half(tmp_path / "model", name)))
+    prompts = [tokens[:-8] for tokens in draw_sequences(515)]
+    with LLM(model, **settings(FAST, pp=2)) as llm:
+        answers = [*llm.generate(prompts, GREEDY), *llm.generate(prompts, GREEDY)]
+        llm.check()
+    check_scores(model, [[*one.prompt_token_ids, *one.token_ids] for one in answers])
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v32", "nemotron_h"])
 def test_greedy_tokens_are_the_best_ones(name: str, tmp_path: Path) -> None:
     model = str(tiny_tokenizers.byte_level(make_half(tmp_path / "model", name)))
@@ -334,7 +417,7 @@ def test_greedy_tokens_are_the_best_ones(name: str, tmp_path: Path) -> None:
             found += [[*one.prompt_token_ids, *one.token_ids] for one in (*cold, *cached)]
             alone.append(llm.generate(prompts[:1], GREEDY)[0].token_ids)
             llm.check()
-    check_best(model, found)
+    check_scores(model, found)
     if name == "qwen3":  # the same kernels on the same rows; experts add up in any order
         assert alone[0] == alone[1], "planning ahead changes a token"
 
@@ -350,22 +433,26 @@ def test_greedy_tokens_of_what_indexers_select_under_cp_are_the_best_ones(
     with LLM(model, **settings(FAST, cp=2, decode_split=decode_split)) as llm:
         answers = llm.generate(prompts, GREEDY)
         llm.check()
-    check_best(model, [[*one.prompt_token_ids, *one.token_ids] for one in answers])
+    check_scores(model, [[*one.prompt_token_ids, *one.token_ids] for one in answers])
 
 
-def check_best(model: str, found: list[list[int]]) -> None:
-    """Each of the last tokens is, up to rounding, the likeliest one."""
-    with LLM(model, **settings(RIGHT)) as llm:
-        for answer in llm.generate(found, SCORED):
-            scores = [score for score in answer.prompt_logprobs[-GREEDY.max_tokens :] if score is not None]
-            assert len(scores) == GREEDY.max_tokens
-            assert max(score.top[0][1] - score.logprob for score in scores) < TIE
-
-
-@pytest.mark.parametrize("split", [{}, {"tp": 2}, {"cp": 2}, {"cp": 2, "decode_split": "on"}], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    [
+        {},
+        {"tp": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"cp": 2, "decode_split": "on"},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "cp": 2, "decode_split": "on"},
+    ],
+    ids=str,
+)
 def test_greedy_tokens_are_those_of_steps_that_gather_logits(split: Mapping[str, Any], tmp_path: Path) -> None:
-    if split and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    num_gpus = math.prod(split.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    if num_gpus > torch.cuda.device_count():
+        pytest.skip(f"needs {num_gpus} GPUs")
     model = str(tiny_tokenizers.byte_level(make_half(tmp_path / "model", "qwen3")))
     with LLM(model, **settings(FAST, **split)) as llm:
         for prompt in draw_sequences(515)[:3]:

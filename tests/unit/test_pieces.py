@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,24 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from raycache.attention.torch_ref import TorchBackend
-from raycache.memory.component import FULL, STATE, CacheFormat
-from raycache.memory.device import DevicePool
-from raycache.models.base import components, load_model, read_config
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.sharding import Split
 from raycache.rank.pieces import RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
-from raycache.rank.recorder import Recorder, Replay
+from raycache.rank.recorder import Recorder
 from raycache.step.inputs import StepInputs
 from raycache.wire.plan import StepPlan
 from tests.oracle.families import make_family
-from tests.oracle.half import NUM_PAGES, PAGE_SIZE, STATES, Script, draw_sequences
-from tests.oracle.weights import open_weights
+from tests.oracle.half import Script, draw_sequences
+from tests.oracle.recorded import OperationRecorder, new_rank, new_stages
 
 SIZES = [1, 8, 24, 96, 512]
 DENSE = {"first_k_dense_replace": 9}  # experts on a CPU run one after another, as many as tokens chose
@@ -44,67 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CASES = ("llama", "gemma3", "deepseek_v32", "qwen3_5", "falcon_h1")
 
 
-class Operations(TorchDispatchMode):
-    """Notes operations, and makes them again with the same tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if "empty" not in func.name():  # memory is allocated once
-            self._made.append((func, args, kwargs or {}, found))
-        return found
-
-    def replay(self) -> None:
-        with torch.inference_mode():
-            for func, args, kwargs, found in self._made:
-                given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
-                        old.copy_(new)
-
-
-class OperationRecorder:
-    """Records operations instead of kernels. Memory is not shared."""
-
-    def __init__(self) -> None:
-        self._now = Operations()
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        yield
-
-    def times(self, run: Callable[[], object]) -> Sequence[tuple[float, float]]:
-        return [(1.0, 1.0)]
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        self._begin()
-        try:
-            yield
-        finally:
-            self._now.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def cut(self) -> Replay:
-        self._now.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        replay = self._now.replay
-        self._begin()
-        return replay
-
-    def last(self) -> Replay:
-        return self._now.replay
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def _begin(self) -> None:
-        self._now = Operations()
-        self._now.__enter__()  # type: ignore[no-untyped-call]
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("tiny")
@@ -113,16 +44,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / name if (root / name).exists() else make_family(root / name, name, **SETTINGS[name])
 
     return make
-
-
-def new_rank(model_dir: Path, ctx: ParallelContext) -> Rank:
-    config = read_config(model_dir)
-    parts = components(config, CacheFormat("float32"))
-    sizes = {part.space: STATES if part.space == STATE else NUM_PAGES for part in parts} | {FULL: NUM_PAGES}
-    pool = DevicePool(parts, num_layers=config.num_layers, sizes=sizes, page_size=PAGE_SIZE, ctx=ctx, has_scratch=True)
-    source = open_weights(model_dir, dtype=torch.float32, device=ctx.device)
-    model = load_model(config, source, ctx, torch.float32, on_progress=lambda done, total: None)
-    return Rank(ctx, config, model, pool, TorchBackend(), torch.float32)
 
 
 def record(rank: Rank, sizes: list[int], *, recorder: Recorder | None = None) -> RecordedPieces:
@@ -154,29 +75,10 @@ def test_logits_are_those_of_launched_steps(tiny: Callable[[str], Path], family:
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
 
 
-class Link(Group):
-    """Between two stages that take turns."""
-
-    def __init__(self, *, rank: int, sent: list[Tensor]) -> None:
-        super().__init__(rank=rank, size=2)
-        self._sent = sent
-
-    def isend(self, tensor: Tensor, *, to: int) -> Callable[[], None]:
-        self._sent.append(tensor)  # not copied: it must not change before it is received
-        return lambda: None
-
-    def recv(self, tensor: Tensor, *, source: int) -> Tensor:
-        return tensor.copy_(self._sent.pop(0))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_stages_send_and_take_hidden_states(tiny: Callable[[str], Path], family: str) -> None:
     alone = new_rank(tiny(family), ParallelContext.single(torch.device("cpu")))
-    split, sent = Split(pp=2, stages=(alone.config.num_layers - 2, 2)), list[Tensor]()
-    first, last = (
-        new_rank(tiny(family), ParallelContext(split, number, torch.device("cpu"), pp=Link(rank=number, sent=sent)))
-        for number in range(2)
-    )
+    first, last = new_stages(tiny(family), (alone.config.num_layers - 2, 2))
     for stage in (first, last):
         stage.pieces = record(stage, SIZES)
     plans = script(alone)[:12]
