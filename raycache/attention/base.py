@@ -199,7 +199,7 @@ class StaticStep(AttentionStep, Protocol):
         """Prepare the next replay, on the current stream.
 
         Args:
-            inputs: the same tensors with new values, the same number of rows, other pages.
+            inputs: the same tensors with new values, the same number of rows, or of tokens with chunks, other pages.
         """
         ...
 
@@ -216,12 +216,13 @@ class AttentionBackend(Protocol):
         """Plan one step."""
         ...
 
-    def plan_static(self, inputs: StepInputs) -> StaticStep:
-        """Plan a step for decode batches of one size; only if `can_capture`.
+    def plan_static(self, inputs: StepInputs, *, has_chunks: bool = False) -> StaticStep:
+        """Plan a step for batches of one size; only if `can_capture`.
 
         The methods of the step raise NotRecordableError for layers that cannot be captured, before they are.
 
         Args:
-            inputs: of a decode batch; its tensors stay at their addresses and are overwritten before each replay.
+            inputs: of the batch; its tensors stay at their addresses and are overwritten before each replay.
+            has_chunks: whether rows may have any number of tokens, with one cp rank; otherwise each has one.
         """
         ...

@@ -6,6 +6,7 @@ Where FlashInfer has no kernel, the torch backend's step is used, which is logge
     flashinfer_latent.py    MLA                     flashinfer_replans.py  plans of CUDA graphs
     flashinfer_selected.py  MLA, selected tokens    flashinfer_tables.py   rows in the layout of the kernels
     selected_latent.py      the same under cp and in float8, in Triton
+    flashinfer_short.py     recorded short steps, in Triton
     fp8_latent.py           MLA in float8, in Triton
     recurrent_kernels.py    recurrent, in Triton    sparse_kernels.py      sparse indexers, in Triton
     flashinfer_passed.py    keys and values of chunks under cp
@@ -29,6 +30,7 @@ from raycache.attention.flashinfer_latent import LatentKernels, LatentLayers
 from raycache.attention.flashinfer_passed import PassedKernels
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
+from raycache.attention.flashinfer_short import ShortKernels
 from raycache.attention.layout import StepLayout
 from raycache.attention.passing import Passing
 from raycache.attention.selected_latent import SlotAttention
@@ -85,8 +87,10 @@ class FlashInferBackend:
         """Prepare one step."""
         return FlashInferStep(self, inputs)
 
-    def plan_static(self, inputs: StepInputs) -> FlashInferStaticStep:
-        """Prepare a step for many decode batches."""
+    def plan_static(self, inputs: StepInputs, *, has_chunks: bool = False) -> FlashInferStaticStep:
+        """Prepare a step for many batches."""
+        if has_chunks:
+            return FlashInferShortStep(self, inputs, static=StaticRows(inputs.num_tokens, self._max_pages))
         return FlashInferStaticStep(self, inputs, static=StaticRows(len(inputs.rows), self._max_pages))
 
     def warn_once(self, reason: str) -> None:
@@ -251,6 +255,48 @@ class FlashInferStaticStep(FlashInferStep):
             selected.replan(inputs)
         for space, indexer in self._indexers.items():
             indexer.replan(inputs, inputs.places[space])
+
+
+class FlashInferShortStep(FlashInferStaticStep):
+    """A step of few tokens for a CUDA graph, whose rows have any number of them; only keys and values."""
+
+    def __init__(self, backend: FlashInferBackend, inputs: StepInputs, *, static: StaticRows) -> None:
+        super().__init__(backend, inputs, static=static)
+        self._short: dict[Layers, ShortKernels] = {}
+        self._rows = static
+
+    def replan(self, inputs: StepInputs) -> None:
+        self._inputs = self._layout.inputs = inputs
+        for layers, kernels in self._short.items():
+            kernels.replan(inputs.places[layers.space])
+
+    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
+        if reason := _why_not_full(view, q):
+            self._leave_to_torch(reason)
+        layers = Layers(view.space, view.window, Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale))
+        if layers not in self._short:
+            self._short[layers] = ShortKernels(self._backend.kernels, layers, self._layout, self._rows)
+        return self._short[layers].attend(view, q, k, v, sinks)
+
+    def attend_latent(
+        self,
+        view: LatentView,
+        q: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        selection: Selection | None,
+    ) -> Tensor:
+        raise NotRecordableError("short steps of latents")
+
+    def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> Selection:
+        raise NotRecordableError("short steps with an indexer")
+
+    @cached_property
+    def recurrent(self) -> KernelRecurrence:
+        raise NotRecordableError("short steps of recurrent layers")
 
 
 def _why_not_full(view: KVView, q: Tensor) -> str | None:

@@ -55,7 +55,7 @@ class TorchBackend:
         """Prepare one step."""
         return TorchStep(inputs, expanded_bytes=self._expanded_bytes)
 
-    def plan_static(self, inputs: StepInputs) -> StaticStep:
+    def plan_static(self, inputs: StepInputs, *, has_chunks: bool = False) -> StaticStep:
         """Not supported: steps process rows one by one on the host."""
         raise AssertionError("the torch backend does not support CUDA graphs")
 

@@ -43,6 +43,7 @@ from raycache.rank.peak import measure_peak
 from raycache.rank.pieces import RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
 from raycache.rank.recorder import CudaRecorder
+from raycache.rank.short_steps import ShortGraphs, short_sizes
 from raycache.rank.stage_link import received_widths
 from raycache.rank.warm_up import warm_up
 
@@ -105,7 +106,8 @@ class LoadedRank:
         deployment, use = self.deployment, self.member.use
         if use is not None:
             sizes, draft_sizes = self._graph_sizes
-            num_graphs = len(sizes) + bool(draft_sizes) * len(sizes) + len(draft_sizes) if self._has_graphs else 0
+            num_graphs = len(sizes) * (1 + bool(draft_sizes)) + len(draft_sizes) + len(self._short_sizes)
+            num_graphs *= self._has_graphs
             pool = self._new_pool(dict.fromkeys(deployment.pool_sizes(1), 1))
             trial = self._new_rank(pool, drafter=self._new_drafter(pool))
             with reporting_lost_peers(self.member.ctx):
@@ -147,7 +149,7 @@ class LoadedRank:
         return rank
 
     def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
-        member, last, graphs, draft_graphs, pieces = self.member, None, None, None, None
+        member, last, graphs, draft_graphs, short_steps, pieces = self.member, None, None, None, None, None
         if self.deployment.plans_ahead:
             last = LastTokens(self.deployment.config.max_running, member.ctx)
         member.note("staging")
@@ -156,6 +158,7 @@ class LoadedRank:
             graphs, draft_graphs = self._record(pool, last)
             if graphs is None:
                 gc.collect()  # what was recorded in part
+            short_steps = self._record_short_steps(pool, last)
             pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE)
         member.note("graphs")
         if (use := member.use) is not None:
@@ -166,7 +169,7 @@ class LoadedRank:
         rank = self._new_rank(
             pool, mover=mover, last=last, graphs=graphs, drafter=self._new_drafter(pool, draft_graphs)
         )
-        rank.pieces = pieces
+        rank.pieces, rank.short_steps = pieces, short_steps
         return rank
 
     def _new_pool(self, sizes: dict[str, int]) -> DevicePool:
@@ -278,6 +281,30 @@ class LoadedRank:
         )
         return graphs, draft_graphs
 
+    def _record_short_steps(self, pool: DevicePool, last: LastTokens | None) -> ShortGraphs | None:
+        """Record steps of few tokens, if the model's layers support it."""
+        ctx, sizes, start_s = self.member.ctx, self._short_sizes, time.monotonic()
+        if not sizes:
+            return None
+        widths, recorder = received_widths(self.deployment.model, ctx), CudaRecorder(pool.device)
+        layers = GraphLayers(
+            stage_layers(self.model, widths=widths, is_last=ctx.is_last_stage), pool, hidden=self._no_rows(sum(widths))
+        )
+        try:
+            graphs = ShortGraphs(
+                layers, sizes=sizes, pool=pool, backend=self.backend, ctx=ctx, recorder=recorder, last=last
+            )
+        except NotRecordableError as cause:
+            _log.info("short steps are recorded in pieces only: %s", cause)
+            return None
+        _log.info(
+            "recorded steps of at most %d tokens as CUDA graphs in %.1f s, %.0f MiB",
+            sizes[-1],
+            time.monotonic() - start_s,
+            recorder.num_bytes / 2**20,
+        )
+        return graphs
+
     def _record_pieces(self, pool: DevicePool, *, least: int) -> RecordedPieces | None:
         """Record pieces of short steps that are no decode batches, if the model's layers support it."""
         deployment, ctx, start_s = self.deployment, self.member.ctx, time.monotonic()
@@ -339,6 +366,14 @@ class LoadedRank:
         may_split_rows = cp == 1 or self._decode_model is not None
         tokens = most * (1 + config.most_drafts) if may_split_rows else most
         return batch_sizes(tokens, cp=cp), batch_sizes(most, cp=cp) if self.draft is not None else []
+
+    @property
+    def _short_sizes(self) -> list[int]:
+        """Numbers of tokens of short steps to record as a whole."""
+        is_alone = self.member.ctx.cp.size == 1 and self.draft is None and self.deployment.model.draft is None
+        if not is_alone or any(part.reuse is Reuse.STATE_HERE for part in self.deployment.components):
+            return []
+        return short_sizes(self.deployment.max_step_tokens)
 
     @property
     def _staging_bytes(self) -> int:

@@ -29,7 +29,7 @@ from raycache.step.inputs import Pages, Places, RowInputs, StateRows, StepInputs
 from raycache.step.page_tables import PageTables
 from raycache.wire.plan import StepPlan
 
-_IDS, _POSITIONS, _SLOTS = "ids", "positions", "slots"
+IDS, POSITIONS, SLOTS = "ids", "positions", "slots"
 _SPANS, _READS, _WRITES, _KEPT = "spans", "read states", "write states", "kept states"
 
 
@@ -53,14 +53,14 @@ class DecodeBatch:
         self._size, self._pool, self._ctx, self._has_all_tokens = size, pool, ctx, has_all_tokens
         self._longest = longest
         self._mine = np.arange(size) if has_all_tokens else np.arange(ctx.cp.rank, size, ctx.cp.size)
-        lengths = dict.fromkeys((_IDS, _POSITIONS, _SLOTS), len(self._mine))
+        lengths = dict.fromkeys((IDS, POSITIONS, SLOTS), len(self._mine))
         lengths |= {_SPANS: 2 * size} | dict.fromkeys((_READS, _WRITES, _KEPT, *pool.windows), size)
         self._host = torch.zeros(sum(lengths.values()), dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
         self._device, self._filling = self._host.to(ctx.device), PinnedUse(ctx.device)
         at_host = self._host.split(list(lengths.values()))
         self._columns = {name: part.numpy() for name, part in zip(lengths, at_host, strict=True)}
         self._tensors = dict(zip(lengths, self._device.split(list(lengths.values())), strict=True))
-        self.slots: Tensor = self._tensors[_SLOTS]
+        self.slots: Tensor = self._tensors[SLOTS]
         self.num_local = 0
         self.inputs = self._new_inputs()
         self.fill(StepPlan(0), {space: PageTables() for space in pool.windows})
@@ -85,7 +85,7 @@ class DecodeBatch:
         behind: NDArray[np.int64] = np.arange(len(ids)) - (counts.cumsum() - counts).repeat(counts)
         starts = first + behind
         slots = np.array([row.slot for row in rows], np.int64).repeat(counts)
-        for name, values in ((_IDS, ids), (_POSITIONS, starts), (_SLOTS, slots)):
+        for name, values in ((IDS, ids), (POSITIONS, starts), (SLOTS, slots)):
             columns[name][: self.num_local] = values[self._mine[: self.num_local]]
             columns[name][self.num_local :] = 0
         self._fill_states(plan)
@@ -163,8 +163,8 @@ class DecodeBatch:
         every, empty = torch.arange(size, device=device), Pages(*[nothing] * 6)
         return StepInputs(
             ctx=self._ctx,
-            ids=self._tensors[_IDS],
-            positions=self._tensors[_POSITIONS],
+            ids=self._tensors[IDS],
+            positions=self._tensors[POSITIONS],
             num_tokens=size,
             rows=tuple(rows),
             exchange=HeadExchange(cp) if has_all else TokenExchange.between(locals_, np.arange(size + 1), self._ctx),

@@ -29,6 +29,7 @@ from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.recorder import Recorder, Replay
 from raycache.rank.stage_link import split_rows
+from raycache.step.inputs import StepInputs
 from raycache.step.page_tables import PageTables
 from raycache.wire.plan import Row, StepPlan
 
@@ -213,11 +214,17 @@ class DecodeGraphs:
         # do so without recurrent layers only, and another stage may have no graphs.
         return self.has_all_tokens and not (self._layers.has_states and self.ctx.pp.size > 1)
 
+    def _new_batch(self, size: int) -> DecodeBatch:
+        longest, has_all = self._layers.longest, self._layers.has_all_tokens
+        return DecodeBatch(size, self._pool, self.ctx, longest=longest, has_all_tokens=has_all)
+
+    def _plan_static(self, inputs: StepInputs) -> StaticStep:
+        return self._backend.plan_static(inputs)
+
     def _record(self, size: int, recorder: Recorder, target: DecodeGraphs | None) -> _Recorded:
         if target is None:
-            longest, has_all = self._layers.longest, self._layers.has_all_tokens
-            batch = DecodeBatch(size, self._pool, self.ctx, longest=longest, has_all_tokens=has_all)
-            step = self._backend.plan_static(batch.inputs)
+            batch = self._new_batch(size)
+            step = self._plan_static(batch.inputs)
         else:
             batch, step = target._recorded[size].batch, target._recorded[size].step
         hidden = None

@@ -29,6 +29,7 @@ from raycache.rank.last_tokens import LastTokens
 from raycache.rank.pending_result import PendingResult
 from raycache.rank.pieces import RecordedPieces
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
+from raycache.rank.short_steps import ShortGraphs
 from raycache.rank.stage_link import StageLink, split_rows
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
@@ -90,7 +91,8 @@ class Rank:
         mover: moves pages between pool and host; None without a host tier.
         last: last sampled tokens; None unless the decider plans a step before it has the tokens of the last one.
         graphs: decode steps as CUDA graphs, or None.
-        pieces: layers of other short steps as CUDA graphs, or None.
+        short_steps: short steps as CUDA graphs, or None.
+        pieces: layers of other steps of few tokens as CUDA graphs, or None.
         drafter: only on the last stage, or None.
         at_close: called when the rank is closed.
     """
@@ -106,6 +108,7 @@ class Rank:
     graphs: DecodeGraphs | None = None
     drafter: Drafter | None = None
     decode_model: Model | None = None
+    short_steps: ShortGraphs | None = None
     pieces: RecordedPieces | None = None
     at_close: Callable[[], None] = lambda: None
     _slots: dict[int, Slot] = field(default_factory=dict)
@@ -174,8 +177,9 @@ class Rank:
             return LaunchedLayers()
         # All ranks know the same of rows and slots, so all of them exchange the same.
         takes_likeliest = not needs_logits and plan.num_top is None and self._is_greedy(plan)
-        if self.graphs is not None and self.graphs.can_run(plan):
-            return self._replay(self.graphs, plan, takes_likeliest=takes_likeliest)
+        for graphs in (self.graphs, self.short_steps):
+            if graphs is not None and graphs.can_run(plan):
+                return self._replay(graphs, plan, takes_likeliest=takes_likeliest)
         return self._run_layers(plan, takes_likeliest=takes_likeliest)
 
     def _is_greedy(self, plan: StepPlan) -> bool:
@@ -189,6 +193,9 @@ class Rank:
             self._link.send(outputs)
             return LaunchedLayers()
         part, features = outputs
+        if graphs is self.short_steps:
+            part = part[self.ctx.on_device(emitted_tokens(plan, cp_rank=0, cp_size=1))]
+            return self._found(plan, head_of(self.model), part, takes_likeliest=takes_likeliest, has_all_tokens=False)
         head = head_of(self.decode_model or self.model)
         found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=graphs.has_all_tokens)
         return replace(found, features=features, recorded=graphs)

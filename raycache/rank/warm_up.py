@@ -80,6 +80,7 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
     eager = replace(
         rank,
         graphs=None,
+        short_steps=None,
         pieces=None,
         drafter=None if rank.drafter is None else replace(rank.drafter, graphs=None),
         _slots={},

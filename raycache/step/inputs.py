@@ -327,7 +327,7 @@ def _places(
 ) -> Places:
     """Where a step writes and reads, given the position and the row of each of its T tokens."""
     cp = {"cp_rank": ctx.cp.rank, "cp_size": ctx.cp.size}
-    pages = _pages(plan, tables, page_size=page_size, window=window, ctx=ctx)
+    pages = pages_of(plan, tables, page_size=page_size, window=window, ctx=ctx)
     ids = pages.ids[positions // page_size + (pages.indptr[:-1] - pages.first)[of_row]]
     owned, slots = owned_slots(positions, ids, page_size=page_size, **cp)
     kept = slots >= 0
@@ -340,9 +340,10 @@ def _places(
     )
 
 
-def _pages(
+def pages_of(
     plan: StepPlan, tables: Sequence[NDArray[np.int32]], *, page_size: int, window: int, ctx: ParallelContext
 ) -> Pages:
+    """The pages that a plan's rows attend to, given those that each has from its beginning on."""
     starts = np.array([row.start for row in plan.rows], np.int64)
     counts = np.array([row.num_tokens for row in plan.rows], np.int64)
     ends = starts + counts

@@ -243,13 +243,25 @@ def test_logits_and_cache_are_right_with_recorded_steps_and_without(case: Case) 
     recorded = follow(rank, case.plans)
     assert recorded.num_replayed == num_decodes
     assert rank.pieces is not None
-    rank.graphs = rank.pieces = None
+    rank.graphs = rank.short_steps = rank.pieces = None
     fill(rank)
     launched = follow(rank, case.plans)
     assert is_right(recorded, case.right) & is_right(launched, case.right)
     assert is_right(recorded, launched)
     check_rows(recorded.rows, case)
     check_rows(launched.rows, case)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gpt_oss"], indirect=True)
+def test_logits_and_cache_are_right_with_short_steps_recorded_as_a_whole(case: Case) -> None:
+    rank = new_rank(case.model, FAST)
+    rank.graphs = rank.pieces = None
+    assert rank.short_steps is not None
+    assert sum(map(rank.short_steps.can_run, case.plans)) > len(case.plans) - 4
+    fill(rank)
+    recorded = follow(rank, case.plans)
+    assert is_right(recorded, case.right)
+    check_rows(recorded.rows, case)
 
 
 @pytest.mark.parametrize("case", list(SETTINGS), indirect=True)
@@ -286,7 +298,7 @@ def test_logits_of_latents_in_fp8_are_right_with_recorded_steps_and_without(
     fill(rank)
     recorded = follow(rank, case.plans)
     assert recorded.num_replayed == sum(all(row.num_tokens == 1 for row in plan.rows) for plan in case.plans)
-    rank.graphs = rank.pieces = None
+    rank.graphs = rank.short_steps = rank.pieces = None
     fill(rank)
     launched = follow(rank, case.plans)
     assert is_right(recorded, right) & is_right(launched, right) & is_right(recorded, launched)
@@ -298,7 +310,7 @@ def test_logits_of_latents_in_fp8_are_right_with_recorded_steps_and_without(
 def test_steps_may_be_launched_before_the_device_has_begun_those_before(case: Case, is_recorded: bool) -> None:
     rank = new_rank(case.model, FAST)
     if not is_recorded:
-        rank.graphs = rank.pieces = None
+        rank.graphs = rank.short_steps = rank.pieces = None
     fill(rank)
     found = follow(rank, case.plans, lag_cycles=LAG_CYCLES)
     assert is_right(found, case.right)

@@ -101,8 +101,8 @@ class OnePerRank:
     def plan(self, inputs: StepInputs) -> AttentionStep:
         return self._backend(inputs.ctx.cp.rank).plan(inputs)
 
-    def plan_static(self, inputs: StepInputs) -> StaticStep:
-        return self._backend(inputs.ctx.cp.rank).plan_static(inputs)
+    def plan_static(self, inputs: StepInputs, *, has_chunks: bool = False) -> StaticStep:
+        return self._backend(inputs.ctx.cp.rank).plan_static(inputs, has_chunks=has_chunks)
 
     def _backend(self, rank: int) -> AttentionBackend:
         if rank not in self._of:

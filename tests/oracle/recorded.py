@@ -106,21 +106,24 @@ class StaticBackend(TorchBackend):
 
     capabilities = replace(TorchBackend.capabilities, can_capture=True)
 
-    def plan_static(self, inputs: StepInputs) -> StaticStep:
-        """Prepare a step for many decode batches, without indexers."""
-        return StaticStep(self, inputs)
+    def plan_static(self, inputs: StepInputs, *, has_chunks: bool = False) -> StaticStep:
+        """Prepare a step for many batches, without indexers."""
+        return StaticStep(self, inputs, has_chunks=has_chunks)
 
 
 class StaticStep(CallingStep):
-    """A step of a decode batch, whose calls are operations of a graph that run as it was planned last."""
+    """A step of a batch, whose calls are operations of a graph that run as it was planned last."""
 
-    def __init__(self, backend: TorchBackend, inputs: StepInputs) -> None:
+    def __init__(self, backend: TorchBackend, inputs: StepInputs, *, has_chunks: bool) -> None:
         super().__init__(self, SimpleNamespace(layer=0), inputs)
-        self._backend = backend
+        self._backend, self._has_chunks = backend, has_chunks
         self.replan(inputs)
 
     def replan(self, inputs: StepInputs) -> None:
         """Prepare the next replay."""
+        if self._has_chunks:
+            self._step = self._backend.plan(inputs)
+            return
         numbers = zip(
             inputs.rows,
             inputs.positions.tolist(),

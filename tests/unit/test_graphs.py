@@ -27,6 +27,7 @@ from raycache.rank.build import load
 from raycache.rank.graphs import DecodeGraphs, GraphLayers, stage_layers
 from raycache.rank.member import alone
 from raycache.rank.rank import Rank
+from raycache.rank.short_steps import ShortGraphs
 from raycache.rank.stage_link import received_widths
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
@@ -114,6 +115,42 @@ def test_stages_replay_their_layers(tiny: Make, family: str) -> None:
         assert first.forward(one) is None and first.forward(other) is None
         for plan in (one, other):
             assert_close(last.forward(plan), alone.forward(plan))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_short_steps_are_replayed_whatever_their_rows(tiny: Make, family: str, num_stages: int) -> None:
+    alone = new_rank(tiny(family), ParallelContext.single(CPU))
+    layers = alone.config.num_layers
+    stages = new_stages(tiny(family), (layers,) if num_stages == 1 else (layers - 2, 2))
+    for stage in stages:
+        record_short_steps(stage, sizes=(4, 64, 320))
+    window = max(alone.pool.windows.values())
+    num_replayed = 0
+    for plan in script(alone):
+        for short in (stage.short_steps for stage in stages):
+            assert short is not None
+            longest = max(row.num_tokens for row in plan.rows)
+            fits = sum(row.num_tokens for row in plan.rows) <= 320 and (not window or longest < window)
+            assert short.can_run(plan) == fits
+        num_replayed += fits and not is_decode(plan)
+        *_, found = [stage.forward(plan) for stage in stages]
+        assert_close(found, alone.forward(plan))
+    assert num_replayed >= (1 if window else 5)
+
+
+def record_short_steps(rank: Rank, *, sizes: Sequence[int]) -> None:
+    """Let a rank replay its short steps."""
+    widths = received_widths(rank.config, rank.ctx)
+    layers = GraphLayers(
+        stage_layers(rank.model, widths=widths, is_last=rank.ctx.is_last_stage),
+        rank.pool,
+        hidden=torch.empty(0, sum(widths)) if widths else None,
+    )
+    recorder, backend = OperationRecorder(), StaticBackend()
+    rank.short_steps = ShortGraphs(
+        layers, sizes=sizes, pool=rank.pool, backend=backend, ctx=rank.ctx, recorder=recorder
+    )
 
 
 @pytest.mark.parametrize("recorded", [(0, 1, 2), (0,), (1,), (2,), (0, 2)], ids=str)
