@@ -181,7 +181,7 @@ def test_without_warming_up_kernels_are_compiled_and_named(
     """What the tests above watch does happen: experts have other kernels for steps between the smallest and the
     largest, and without graphs only the two steps that measure memory run at the start."""
     caplog.set_level(logging.INFO, "raycache.rank")
-    monkeypatch.setattr("raycache.rank.build.warm_up", lambda rank, deployment: None)
+    monkeypatch.setattr("raycache.rank.build.warm_up", lambda rank, deployment, *, batch_sizes: None)
     with serve(model_of(tmp_path, "nemotron_h"), cuda_graphs=False) as llm, forbidden(monkeypatch) as compiled:
         ask_in_many_ways(llm)
     assert compiled

@@ -34,7 +34,7 @@ from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.decode_batch import DecodeBatch
-from raycache.rank.graphs import whole_model
+from raycache.rank.graphs import stage_layers
 from raycache.rank.rank import Rank
 from raycache.step.inputs import RowInputs
 from raycache.step.page_tables import PageTables
@@ -154,7 +154,8 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
         backend = TorchBackend()
         whole = Rank(ctx, config, model, pools[0], backend, torch.float32)
         split = Rank(ctx, config, model, pools[1], backend, torch.float32, decode_model=decode_model)
-        recorded, batch = whole_model(decode_model), DecodeBatch(8, pools[2], ctx, longest=4, has_all_tokens=True)
+        recorded = stage_layers(decode_model, widths=(), is_last=True)
+        batch = DecodeBatch(8, pools[2], ctx, longest=4, has_all_tokens=True)
         Rank(ctx, config, model, pools[2], backend, torch.float32).forward(prefill)
         torch.testing.assert_close(whole.forward(prefill), split.forward(prefill), rtol=0, atol=0)
         for plan in decodes:

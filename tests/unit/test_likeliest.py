@@ -26,14 +26,15 @@ from raycache.memory.component import FULL
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.decode_batch import DecodeBatch
-from raycache.rank.graphs import whole_model
+from raycache.rank.graphs import stage_layers
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.rank import Rank
 from raycache.step.page_tables import PageTables
 from raycache.types import SamplingParams
 from raycache.wire.plan import UNKNOWN, Admit, Row, StepPlan, read_results
 from tests.oracle.gang import ThreadGroup, on_gang
-from tests.unit.test_pieces import new_rank, tiny
+from tests.oracle.recorded import new_rank
+from tests.unit.test_pieces import tiny
 
 __all__ = ["tiny"]  # a fixture
 
@@ -119,7 +120,7 @@ class Unrecorded:
 
     def __init__(self, rank: Rank) -> None:
         self.has_all_tokens = rank.decode_model is not None
-        self._rank, self._forward = rank, whole_model(rank.decode_model or rank.model)
+        self._rank, self._forward = rank, stage_layers(rank.decode_model or rank.model, widths=(), is_last=True)
         self._batch = DecodeBatch(8, rank.pool, rank.ctx, has_all_tokens=self.has_all_tokens)
 
     @property
@@ -132,7 +133,11 @@ class Unrecorded:
     def prepare(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
         self._batch.fill(plan, tables)
 
-    def replay(self) -> tuple[Tensor, ...]:
+    @property
+    def num_rows(self) -> int:
+        return self._batch.num_local
+
+    def replay(self, *, hidden: Tensor | None) -> tuple[Tensor, ...]:
         inputs = self._batch.inputs
         if self._rank.last is not None:
             inputs.ids.copy_(torch.where(inputs.ids < 0, self._rank.last.tokens[self._batch.slots], inputs.ids))

@@ -17,7 +17,8 @@ from raycache.rank.rank import Rank
 from raycache.step.inputs import RowInputs, StepInputs, build_inputs
 from raycache.wire.plan import Row, StepPlan, emissions
 from tests.oracle.gang import on_gang
-from tests.unit.test_pieces import new_rank, script, tiny
+from tests.oracle.recorded import new_rank
+from tests.unit.test_pieces import script, tiny
 
 __all__ = ["tiny"]  # a fixture
 
