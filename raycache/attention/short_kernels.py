@@ -117,8 +117,7 @@ class QueryTiles:
         before[starts[of_row] < 0] = -tokens[starts[of_row] < 0]
         begins = np.maximum(before - self.window + 1, 0) // _KEYS if self.window else np.zeros_like(before)
         blocks = -(-(before + tokens) // _KEYS) - begins
-        per_part = max(-(-int(blocks.sum()) // self._num_programs), _LEAST_BLOCKS)
-        num_parts = np.maximum(-(-blocks // per_part), 1)
+        num_parts, per_part = self._split(blocks)
         is_split = num_parts > 1
         places = np.cumsum(num_parts * is_split) - num_parts * is_split
         of_tile, number = _numbered(num_parts)
@@ -138,6 +137,17 @@ class QueryTiles:
             parts[:, place] = column
         tiles = np.stack([firsts[of_row] + behind, tokens, places, num_parts * is_split], axis=1)
         return parts, tiles.astype(np.int32)
+
+    def _split(self, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        """Parts of tiles with so many blocks of keys, and the blocks of a part: as many as run at once."""
+        longest = max(int(blocks.max()), 1)
+        per_part = max(-(-int(blocks.sum()) // self._num_programs), _LEAST_BLOCKS)
+        for most in range(-(-longest // per_part), 0, -1):
+            per_part = max(-(-longest // most), _LEAST_BLOCKS)
+            num_parts = -(-blocks // per_part)
+            if num_parts.sum() <= self._num_programs:
+                break
+        return np.maximum(num_parts, 1), per_part
 
 
 def _numbered(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
