@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figures import write_json
+from benchmarks.settings import add_settings
 from raycache.llm import LLM
 from raycache.types import SamplingParams
 
@@ -52,11 +53,13 @@ def main() -> int:
     parser.add_argument("--draft", default="ngram", help="who drafts, as in raycache launch (default: %(default)s)")
     parser.add_argument("--draft-tokens", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--fixed", action="store_true", help="always draft so many, whether it pays or not")
+    add_settings(parser, whose="both engines")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
 
     drafts = {"draft": options.draft, "draft_tokens": options.draft_tokens, "adaptive_drafts": not options.fixed}
-    llms = {"off": LLM(options.model, prefix_cache=False), "on": LLM(options.model, prefix_cache=False, **drafts)}
+    settings = {"prefix_cache": False, **dict(options.set)}
+    llms = {"off": LLM(options.model, **settings), "on": LLM(options.model, **settings, **drafts)}
     figures = []
     print(f"{'task':<8} {'off tok/s':>10} {'on tok/s':>10} {'on/off':>7} {'each round':>24}  {'right, by place'}")
     for task, prompts in _tasks(options.streams).items():

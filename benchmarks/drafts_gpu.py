@@ -1,7 +1,8 @@
-"""Tokens per second in decode with the drafts of a prediction layer and without, in turns, on one GPU.
+"""Tokens per second in decode with the drafts of a prediction layer and without, in turns.
 
     python -m benchmarks.drafts_gpu
     python -m benchmarks.drafts_gpu --batches 1,32 --draft-tokens 2 --noise 0.004
+    python -m benchmarks.drafts_gpu --set cp=2 --set decode_split=on       on two GPUs
     python -m benchmarks.drafts_gpu --device cpu --tiny        whether it runs, in seconds
 
 Weights are drawn, so nothing is predicted by them; they are drawn such that layers add little (`--noise` of what they
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.figures import write_json
 from benchmarks.model_shape import ModelShape
+from benchmarks.settings import add_settings
 from benchmarks.steps import Clock
 from raycache.checkpoint.dummy_weights import DummyWeights
 from raycache.llm import LLM
@@ -53,6 +55,28 @@ class AgreeingWeights(DummyWeights):
 
 
 def main() -> int:
+    options = _options()
+    _draw_agreeing(options.noise)
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    with tempfile.TemporaryDirectory() as folder:
+        shape = ModelShape.make(_SHAPE, Path(folder), layers=0, is_tiny=options.tiny, dtype=getattr(torch, dtype))
+        drafts = {"draft": "mtp", "draft_tokens": options.draft_tokens, "adaptive_drafts": options.adaptive}
+        llms = {name: _open(shape, options, dtype, more) for name, more in (("off", {}), ("on", drafts))}
+        figures = [_compare(llms, batch, options) for batch in options.batches]
+        for llm in llms.values():
+            llm.close()
+    if options.json:
+        write_json(options.json, {"options": {**vars(options), "json": str(options.json)}, "batches": figures})
+    return 0
+
+
+def _draw_agreeing(noise: float) -> None:
+    """Let ranks of this process draw their weights so."""
+    AgreeingWeights.noise = noise
+    loading.DummyWeights = AgreeingWeights  # type: ignore[attr-defined]
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.drafts_gpu",
         description=__doc__,
@@ -67,24 +91,11 @@ def main() -> int:
     parser.add_argument("--draft-tokens", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--noise", type=float, default=0.004, help="default: %(default)s")
     parser.add_argument("--adaptive", action="store_true", help="draft only as many as pay")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of both engines")
+    add_settings(parser, whose="both engines")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batches.split(",")]
-
-    AgreeingWeights.noise = options.noise
-    loading.DummyWeights = AgreeingWeights  # type: ignore[attr-defined]
-    dtype = "bfloat16" if options.device == "cuda" else "float32"
-    with tempfile.TemporaryDirectory() as folder:
-        shape = ModelShape.make(_SHAPE, Path(folder), layers=0, is_tiny=options.tiny, dtype=getattr(torch, dtype))
-        drafts = {"draft": "mtp", "draft_tokens": options.draft_tokens, "adaptive_drafts": options.adaptive}
-        llms = {name: _open(shape, options, dtype, more) for name, more in (("off", {}), ("on", drafts))}
-        figures = [_compare(llms, batch, options) for batch in options.batches]
-        for llm in llms.values():
-            llm.close()
-    if options.json:
-        write_json(options.json, {"options": {**vars(options), "json": str(options.json)}, "batches": figures})
-    return 0
+    return options
 
 
 def _open(shape: ModelShape, options: argparse.Namespace, dtype: str, more: dict[str, Any]) -> LLM:
@@ -99,16 +110,11 @@ def _open(shape: ModelShape, options: argparse.Namespace, dtype: str, more: dict
         page_size=_PAGE_SIZE,
         num_pages=tokens // _PAGE_SIZE + batch,
         max_running=batch,
-        **dict(_setting(text) for text in options.set),
+        **dict(options.set),
         **more,
     )
     print(f"ready after {time.perf_counter() - start_s:.1f} s", flush=True)
     return llm
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
 
 
 def _compare(llms: dict[str, LLM], batch: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -146,6 +152,9 @@ def _pace(clock: Clock, batch: int, options: argparse.Namespace) -> tuple[float,
         took = time.perf_counter() - begin
     return tokens / took, took / options.steps
 
+
+if __name__ == "__mp_main__":  # ranks in processes of their own import this file again, with the same arguments
+    _draw_agreeing(_options().noise)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -37,6 +37,7 @@ import torch
 from benchmarks.ceilings import Ceilings
 from benchmarks.figures import write_json
 from benchmarks.model_shape import SHAPES, ModelShape
+from benchmarks.settings import add_settings
 from benchmarks.steps import Clock
 from raycache.errors import RayCacheError
 from raycache.llm import LLM
@@ -258,7 +259,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["auto"],
         help="forms of the weights that a shape has quantised, one after the other (default: auto)",
     )
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="of raycache")
+    add_settings(parser, whose="raycache")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shrink the shapes and the work, to see whether it runs")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures")
@@ -284,13 +285,6 @@ def _listed(known: Sequence[str]) -> Any:
 
 def _counts(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    if value in ("true", "false"):
-        return name, value == "true"
-    return name, int(value) if value.isdigit() else value
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from raycache.checkpoint.config_file import DraftKind
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.deployment.deployment import Deployment
 from raycache.layers.cp_split import CpSplit, NotSplitError
 from raycache.layers.weights import ShardedWeights
 from raycache.models.base import ModelConfig, family_of
+from raycache.models.drafts.loading import load_draft
 from raycache.models.layer_sizes import AskedShapes, layer_sizes
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
@@ -45,11 +47,11 @@ def decode_obstacle(deployment: Deployment) -> str:
     config = deployment.config
     if config.decode_split == "off":
         return "decode_split=off"
-    if config.has_draft_model:
-        return "the draft model takes features of a rank's own tokens"
-    quantisation = read_quantisation(Path(config.model))
-    if quantisation is not None and deployment.weights_form(quantisation).stored:
+    if _stay_quantised(deployment, Path(config.model)):
         return "they stay quantised on the device"
+    draft = deployment.model.draft
+    if draft is not None and draft.kind is not DraftKind.LAYER and _stay_quantised(deployment, draft.directory):
+        return "those of the draft model stay quantised on the device"
     least = _LEAST_BYTES[deployment.device_type]
     if deployment.device_type == "cuda" and not config.peer_memory:
         least = _LEAST_BYTES_OF_NCCL
@@ -62,18 +64,30 @@ def decode_obstacle(deployment: Deployment) -> str:
 
 
 def model_obstacle(model: ModelConfig, *, tp: int, cp: int, device_type: str = "cpu") -> str:
-    """Why the weights of a model cannot be split over tp x cp, or ""."""
-    meta = torch.device("meta")
+    """Why the weights of a model and its draft model cannot be split over tp x cp, or ""."""
+    meta, nothing = torch.device("meta"), AskedShapes()
     # Where tp does not divide a size, the first ranks have one more.
     for rank in sorted({0, tp - 1}):
         ctx = ParallelContext(Split(tp=tp, cp=cp), rank, meta, tp=Group(rank=rank, size=tp), cp=Group(size=cp))
-        weights = ShardedWeights(AskedShapes(), ctx, torch.float32)
+        split, whose = CpSplit.of(ctx, device_type=device_type), ""
+        made = family_of(model).load(
+            model, ShardedWeights(nothing, ctx, torch.float32), on_progress=lambda done, total: None
+        )
         try:
-            made = family_of(model).load(model, weights, on_progress=lambda done, total: None)
-            made.over_cp(CpSplit.of(ctx, device_type=device_type))
+            made.over_cp(split)
+            if model.draft is not None:
+                whose = "the draft model: "
+                draft = load_draft(model, nothing, ctx, torch.float32, target=made, target_source=nothing)
+                draft.over_cp(split)
         except NotSplitError as cause:
-            return str(cause)
+            return f"{whose}{cause}"
     return ""
+
+
+def _stay_quantised(deployment: Deployment, directory: Path) -> bool:
+    """Whether weights of a checkpoint stay quantised on the device."""
+    quantisation = read_quantisation(directory)
+    return quantisation is not None and bool(deployment.weights_form(quantisation).stored)
 
 
 def _spared_bytes(deployment: Deployment) -> float:

@@ -6,12 +6,14 @@ Their input is the target's features of a token, and the next token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ModelConfig
+from raycache.layers.cp_split import CpSplit
 from raycache.layers.embedding import VocabEmbedding
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.linear import ColumnLinear
@@ -63,6 +65,12 @@ class PredictionLayer:
     def logits(self, found: Tensor) -> Tensor:
         """[N, C] -> [N, V]."""
         return self._body.score(found)
+
+    def over_cp(self, split: CpSplit) -> PredictionLayer:
+        """The same with its weights split over cp."""
+        own = copy(self)
+        own._body, own._join = self._body.over_cp(split), self._join.over_cp(split)
+        return own
 
 
 @dataclass(frozen=True)

@@ -215,12 +215,20 @@ class LoadedRank:
             return None
         return self.model.over_cp(CpSplit.of(ctx))
 
+    @cached_property
+    def _decode_draft(self) -> DraftModel | None:
+        """The same of the draft model."""
+        if self.draft is None or self._decode_model is None:
+            return None
+        return self.draft.over_cp(CpSplit.of(self.member.ctx))
+
     def _new_drafter(self, pool: DevicePool, graphs: DraftGraphs | None = None) -> Drafter | None:
         if self.draft is None:
             return None
         parts = [part for part in self.deployment.components if part.is_draft]
         return Drafter(
             self.draft,
+            self._decode_draft,
             pool=pool,
             windows={part.space: part.window for part in parts if part.reuse is not Reuse.STATE_HERE},
             backend=self.backend,
@@ -261,7 +269,7 @@ class LoadedRank:
             )
             if self.draft is not None:
                 draft_graphs = DraftGraphs.record(
-                    self.draft,
+                    self._decode_draft or self.draft,
                     sizes=draft_sizes,
                     pool=pool,
                     backend=self.backend,

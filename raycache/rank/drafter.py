@@ -13,6 +13,13 @@ then runs all missed tokens at once, before other sequences can reuse that page.
 
 Cache entries of rejected tokens are never read: the next row overwrites them. A recurrent draft model keeps a state
 after each draft token of a row, like the target; while drafting, it keeps its states in a spare slot.
+
+Under cp the target computes some steps with all tokens on every rank, and its weights split over cp. The draft model
+follows a step in the same way, and drafts so for all rows on every rank if its weights can be split:
+
+    target             draft follows      passes
+    tokens split       tokens split       rows split, or all rows on every rank
+    all tokens         all tokens         all rows on every rank
 """
 
 from __future__ import annotations
@@ -37,14 +44,16 @@ from raycache.rank.recorder import Recorder
 from raycache.rank.sampler import SampleRow, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
+from raycache.step.single_rows import emitted_tokens
 from raycache.types import PackedTokens
 from raycache.wire.plan import UNKNOWN, Row, StepPlan, drafting_rows, emissions, local_positions
 
 DraftRow = Callable[[Row, int], SampleRow]
 """(row, offset) -> parameters for sampling the token `offset` positions after the row's first sampled one."""
 
-# Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows to draft for on all cp
-# ranks, G_local of this one, C hidden size of the target, F features of the draft.
+# Shapes in this file: T_local new tokens of this rank, M its emitted positions; if every cp rank computes all tokens,
+# both are all tokens of the step. G rows to draft for on all cp ranks, G_local that this one drafts for, C hidden size
+# of the target, F features of the draft.
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Followed:
     """A step of the target model.
 
     Attributes:
-        tokens: int64 [M], sampled after the emitted positions.
+        tokens: int64, sampled after the positions that this cp rank emits, even if it computes all tokens.
         outputs: the target's features for the draft model, [T_local, C] per recorded layer.
         inputs: None if a graph was replayed.
         recorded: the graphs that were replayed, or None.
@@ -89,6 +98,14 @@ class Followed:
     inputs: StepInputs | None
     recorded: DecodeGraphs | None
     tables: Mapping[str, PageTables]
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether every cp rank has computed all tokens."""
+        if self.recorded is not None:
+            return self.recorded.has_all_tokens
+        assert self.inputs is not None, "a step has inputs, or was replayed"
+        return self.inputs.has_all_tokens
 
 
 @dataclass(frozen=True)
@@ -116,7 +133,14 @@ class DraftGraphs:
         dtype: torch.dtype,
         new_recorder: Callable[[], Recorder],
     ) -> DraftGraphs:
-        """Record passes of these batch sizes, and one that follows each of the target's graphs."""
+        """Record passes of these batch sizes, and one that follows each of the target's graphs.
+
+        Args:
+            model: with its weights split over cp if the target's are.
+            sizes: in rows.
+            has_states: whether the draft model is recurrent.
+            dtype: of its features.
+        """
         features = None
         if model.num_features:
             features = torch.empty((0, model.num_features), dtype=dtype, device=target.ctx.device)
@@ -130,7 +154,10 @@ class DraftGraphs:
 
         graphs = partial(DecodeGraphs, pool=pool, backend=backend, ctx=target.ctx)
         passes, following = (
-            GraphLayers(layers, pool.behind(), hidden=features, has_states=has_states) for layers in (draft, forward)
+            GraphLayers(
+                layers, pool.behind(), hidden=features, has_all_tokens=target.has_all_tokens, has_states=has_states
+            )
+            for layers in (draft, forward)
         )
         return cls(
             graphs(passes, sizes=sizes, recorder=new_recorder()),
@@ -144,6 +171,8 @@ class Drafter:
 
     Attributes:
         model: this rank's share of the draft model.
+        decode_model: the same with weights split over cp, for passes, and to follow steps of which every cp rank
+            computes all tokens; None if there are no such steps.
         pool: shared by target and draft model.
         windows: component space of the draft model -> window in tokens (see `build_inputs`).
         has_states: whether the draft model is recurrent.
@@ -152,6 +181,7 @@ class Drafter:
     """
 
     model: DraftModel
+    decode_model: DraftModel | None
     pool: DevicePool
     windows: Mapping[str, int]
     backend: AttentionBackend
@@ -174,47 +204,78 @@ class Drafter:
         plan, cp = step.plan, self.ctx.cp
         in_turn = drafting_rows(plan, cp_size=cp.size)
         if not in_turn[0]:
-            self._follow(step)
+            self._follow(step, None)
             return step.tokens[:0]
-        sampled = self._gather(plan, step.tokens)  # overlaps with following
-        emitted = self._follow(step)
+        gathered = self._gather(plan, step.tokens)
+        sampled = PendingResult(gathered)  # overlaps with following
+        emitted = self._follow(step, gathered)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
         starts = self._starts(plan, rows, _by_position(plan, sampled.wait()))
-        mine = starts[cp.rank :: cp.size]
+        here = slice(cp.rank, None, cp.size) if self.decode_model is None else slice(None)  # rows to draft for
+        mine = starts[here]
         drafted: list[Tensor] = []  # one per pass; sequences with fewer draft tokens come last
         if self.model.num_features:
-            found = self._behind(plan, rows, starts, emitted)
+            found = self._behind(step, rows, starts, emitted)[here]
             ids = self._choose(found, mine, 0, row_of)
             drafted.append(ids)
         else:
             found, ids = emitted, self.ctx.on_device(np.array([start.token for start in mine], np.int64))
         for turn in range(len(drafted), starts[0].row.num_next_drafts):
             left = [start for start in starts if start.row.num_next_drafts > turn]
-            count = len(left[cp.rank :: cp.size])
+            count = len(left[here])
             features = found[:count] if self.model.num_features else None
             found, likeliest = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
             ids = self._choose(found, mine[:count], turn, row_of, likeliest=likeliest)
             drafted.append(ids)
-        order = [(turn, i) for i, start in enumerate(mine) for turn in range(start.row.num_next_drafts)]
+        emits = range(len(mine)) if self.decode_model is None else range(cp.rank, len(mine), cp.size)
+        order = [(turn, i) for i in emits for turn in range(mine[i].row.num_next_drafts)]
         return torch.cat([step.tokens[:0], *(drafted[turn][i : i + 1] for turn, i in order)])
 
-    def _follow(self, step: Followed) -> Tensor:
-        """Run all tokens of a step; returns features at the emitted positions, [M, F]."""
+    def _follow(self, step: Followed, gathered: Tensor | None) -> Tensor:
+        """Run all tokens of a step.
+
+        Args:
+            gathered: sampled tokens of all cp ranks (see `_gather`), if they are there already.
+        Returns:
+            Features at the emitted positions, [M, F].
+        """
         if self.may_lag and (plan := self._without_lag(step.plan)) is not step.plan:
             if plan.rows:
                 late = step_inputs(plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
                 self._run(late.ids, None, late)
             return step.outputs  # ignored: lagging models take no features
-        features = self.model.features(step.outputs) if self.model.num_features else None
+        tokens = features = None
+        if self.model.num_features:
+            tokens = self._tokens(step, gathered)
+            features = self._model(has_all_tokens=step.has_all_tokens).features(step.outputs)
         if step.recorded is not None and self.graphs is not None:
             self.graphs.following.prepare_behind(step.recorded)
-            (found,) = self.graphs.following.replay(
-                ids=step.tokens if self.model.num_features else None, hidden=features
-            )
+            (found,) = self.graphs.following.replay(ids=tokens, hidden=features)
             return found
         assert step.inputs is not None, "a replayed step must be followed by a replay"
-        ids = self._next_ids(step, step.inputs) if self.model.num_features else step.inputs.ids
+        ids = step.inputs.ids if tokens is None else self._next_ids(step.plan, tokens, step.inputs)
         return self._run(ids, features, step.inputs)[step.inputs.logits]
+
+    def _model(self, *, has_all_tokens: bool) -> DraftModel:
+        """The model for steps of which every cp rank computes all tokens, or for others."""
+        if not has_all_tokens:
+            return self.model
+        assert self.decode_model is not None, "the draft model's weights are split over cp if the target's are"
+        return self.decode_model
+
+    def _tokens(self, step: Followed, gathered: Tensor | None) -> Tensor:
+        """The tokens sampled after the emitted positions, int64 [M]. Collective over cp if nothing is gathered yet."""
+        if not step.has_all_tokens:
+            return step.tokens
+        plan, cp = step.plan, self.ctx.cp
+        every = self._gather(plan, step.tokens) if gathered is None else gathered
+        if all(row.num_tokens == 1 for row in plan.rows):
+            return every.T.flatten()[: len(plan.rows)]  # row i is on cp rank i mod cp
+        places = np.zeros(sum(row.num_tokens for row in plan.rows), np.int64)
+        for rank in range(cp.size):
+            emitted = emitted_tokens(plan, cp_rank=rank, cp_size=cp.size)
+            places[emitted] = rank * every.shape[1] + np.arange(len(emitted))
+        return every.flatten()[self.ctx.on_device(places)]
 
     def _without_lag(self, plan: StepPlan) -> StepPlan:
         """Rows that must be followed now, with the tokens missed before; the same plan if nothing lags."""
@@ -231,15 +292,17 @@ class Drafter:
         is_same = len(rows) == len(plan.rows) and all(one is other for one, other in zip(rows, plan.rows, strict=True))
         return plan if is_same else StepPlan(0, rows)
 
-    def _next_ids(self, step: Followed, inputs: StepInputs) -> Tensor:
-        """The token after each of this rank's tokens: int64 [T_local]."""
+    def _next_ids(self, plan: StepPlan, tokens: Tensor, inputs: StepInputs) -> Tensor:
+        """The token after each of this rank's tokens: int64 [T_local]; `tokens` are those sampled, [M]."""
+        if inputs.has_all_tokens:
+            return tokens
         found = [np.empty(0, np.int64)]
-        locals_ = local_positions(step.plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
-        for row, mine in zip(step.plan.rows, locals_, strict=True):
+        locals_ = local_positions(plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
+        for row, mine in zip(plan.rows, locals_, strict=True):
             # Emitted positions are overwritten below.
             found.append(np.append(np.frombuffer(row.tokens, np.int32)[1:], max(row.next_token, 0))[mine])
         ids = self.ctx.on_device(np.concatenate(found).astype(np.int64))
-        ids[inputs.logits] = step.tokens
+        ids[inputs.logits] = tokens
         return ids
 
     def _starts(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Start]:
@@ -257,29 +320,33 @@ class Drafter:
             starts.append(_Start(row, num_accepted, behind[num_accepted], state, spare))
         return starts
 
-    def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingResult:
-        """Gather the tokens sampled by all cp ranks, padded: [cp, longest M]. Collective over cp."""
+    def _gather(self, plan: StepPlan, tokens: Tensor) -> Tensor:
+        """Gather the tokens sampled by all cp ranks, padded: int64 [cp, longest]. Collective over cp."""
         if self.ctx.cp.size == 1:
-            return PendingResult(tokens[None])
+            return tokens[None]
         counts = [sum(len(found) for _, found in of_rank) for of_rank in emissions(plan, cp_size=self.ctx.cp.size)]
         padded = tokens.new_zeros(max(counts))
         padded[: len(tokens)] = tokens
-        return PendingResult(self.ctx.cp.all_gather(padded))
+        return self.ctx.cp.all_gather(padded)
 
-    def _behind(self, plan: StepPlan, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
-        """Select the features of each row's last accepted token: [M, F] -> [G_local, F]. Collective over cp."""
-        mine = emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]
-        index = [(i, position) for i, positions in mine for position in positions.tolist()]
-        line_of = {key: line for line, key in enumerate(index)}
+    def _behind(self, step: Followed, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
+        """Select the features of each row's last accepted token: [M, F] -> [G, F]. Collective over cp."""
+        plan, cp = step.plan, self.ctx.cp
+        if step.has_all_tokens:
+            firsts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
+            index = [firsts[i] + p.row.first_sampled + p.num_accepted for i, p in zip(rows, starts, strict=True)]
+            return emitted[self.ctx.on_device(np.array(index, np.int64))]
+        keys = [(i, k) for i, positions in emissions(plan, cp_size=cp.size)[cp.rank] for k in positions.tolist()]
+        line_of = {key: line for line, key in enumerate(keys)}
         last = [line_of.get((i, p.row.first_sampled + p.num_accepted), -1) for i, p in zip(rows, starts, strict=True)]
-        if self.ctx.cp.size == 1:
+        if cp.size == 1:
             return emitted[self.ctx.on_device(np.array(last, np.int64))]
         here = [k for k, line in enumerate(last) if line >= 0]
         every = emitted.new_zeros(len(rows), emitted.shape[1])
         if here:
             lines = self.ctx.on_device(np.array([last[k] for k in here], np.int64))
             every[self.ctx.on_device(np.array(here, np.int64))] = emitted[lines]
-        return self.ctx.cp.all_reduce(every)[self.ctx.cp.rank :: self.ctx.cp.size]
+        return cp.all_reduce(every)
 
     def _next_plan(self, starts: Sequence[_Start], turn: int) -> StepPlan:
         """Plan the next pass of one token per sequence."""
@@ -306,12 +373,19 @@ class Drafter:
         """Run a plan of one token per row; returns [G_local, F], and the likeliest tokens [G_local] if recorded."""
         if self.graphs is not None and self.graphs.passes.can_run(plan):
             return self._replay(self.graphs.passes, plan, ids, features, tables)
-        inputs = step_inputs(plan, tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
+        inputs = step_inputs(
+            plan,
+            tables,
+            self.windows,
+            page_size=self.pool.page_size,
+            ctx=self.ctx,
+            has_all_tokens=self.decode_model is not None,
+        )
         return self._run(ids, features, inputs), None
 
     def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
         run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
-        return self.model.forward(ids, features, run)
+        return self._model(has_all_tokens=inputs.has_all_tokens).forward(ids, features, run)
 
     def _replay(
         self,
@@ -334,11 +408,13 @@ class Drafter:
         *,
         likeliest: Tensor | None = None,
     ) -> Tensor:
-        """Sample with the request's parameters and seed: logits equal to the target's give equal tokens."""
+        """Sample with the request's parameters and seed: logits equal to the target's give equal tokens, and ranks that
+        draft for the same rows the same ones."""
         rows = [row_of(start.row, start.num_accepted + 1 + turn) for start in starts]
         if likeliest is not None and all(row.is_plain for row in rows):
             return likeliest.clone()  # the next pass overwrites it
-        return sample(self.model.logits(found).nan_to_num(), rows)
+        model = self._model(has_all_tokens=self.decode_model is not None)
+        return sample(model.logits(found).nan_to_num(), rows)
 
 
 def _likeliest(logits: Tensor) -> Tensor:

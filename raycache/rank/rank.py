@@ -220,7 +220,7 @@ class Rank:
         head = head_of(model)
         part = head.part(model.normed(hidden[inputs.logits]))
         found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=has_all_tokens)
-        return found if has_all_tokens else replace(found, features=for_draft(hidden, recorded), inputs=inputs)
+        return replace(found, features=for_draft(hidden, recorded), inputs=inputs)
 
     def _found(
         self, plan: StepPlan, head: VocabHead, part: Tensor, *, takes_likeliest: bool, has_all_tokens: bool
@@ -352,7 +352,7 @@ class LaunchedLayers:
     Attributes:
         logits: [N, vocab].
         likeliest: int64 [N]; the step's tokens.
-        features: for a draft model, [T_local, C] per recorded layer.
+        features: for a draft model, [T_local, C] per recorded layer; of all tokens if every cp rank computes them.
         inputs: None if a graph was replayed.
         recorded: the graphs that were replayed, or None.
     """

@@ -187,6 +187,11 @@ class StepInputs:
     is_decode: bool
     state_rows: StateRows | None = None
 
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether every cp rank computes all tokens, with its share of the weights."""
+        return isinstance(self.exchange, HeadExchange)
+
     def some(self, rows: Sequence[int]) -> StepInputs:
         """What attention needs of some rows, as a step of their own, if tokens are split over cp; without logits.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,13 +58,34 @@ def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
             by_models.eagle3("llama", has_embedding=False), {"pp": 2, "cp": 2}, id="eagle3 of llama, pp=2 cp=2"
         ),
         pytest.param(by_models.other("nemotron_h", "llama", share=0.35), {"cp": 2}, id="nemotron_h by llama, cp=2"),
+        pytest.param(
+            by_models.eagle3("llama", has_embedding=False),
+            {"pp": 2, "cp": 2, "decode_split": "on"},
+            id="eagle3 of llama, pp=2 cp=2, split weights",
+        ),
+        pytest.param(
+            by_models.predicting("deepseek_v32"),
+            {"tp": 2, "cp": 2, "decode_split": "on"},
+            id="mtp of deepseek_v32, tp=2 cp=2, split weights",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            by_models.other("gemma3", "nemotron_h", share=0.4),
+            {"cp": 2, "decode_split": "on"},
+            id="gemma3 by nemotron_h, cp=2, split weights",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            by_models.small, {"cp": 2, "decode_split": "on"}, id="small, cp=2, split weights", marks=pytest.mark.long
+        ),
     ],
 )
 def test_drafts_of_any_split_are_those_of_a_slow_twin(
-    tmp_path: Path, make: by_models.Make, split: dict[str, int]
+    tmp_path: Path, make: by_models.Make, split: dict[str, Any]
 ) -> None:
     pair = make(tmp_path)
     with pair.open(rank_timeout_s=60, **split) as llm:
+        assert (llm.info.decode_weights == "split over cp") == ("decode_split" in split)
         rows = by_models.watch(llm)
         texts = by_models.complete(llm, PROMPTS)
         for prompt, text, logits in zip(PROMPTS, texts, golden(pair.target, texts).logits, strict=True):

@@ -200,7 +200,14 @@ def make_smaller(
 
 
 def make_predicting(
-    model_dir: Path, name: str, *, has_copies: bool = False, noise: float = 0.7, share: float = 0.5, seed: int = 0
+    model_dir: Path,
+    name: str,
+    *,
+    has_copies: bool = False,
+    noise: float = 0.7,
+    share: float = 0.5,
+    seed: int = 0,
+    **settings: Any,
 ) -> Path:
     """A model of 4 layers with a prediction layer.
 
@@ -211,11 +218,12 @@ def make_predicting(
         noise: of what joins its inputs.
         share: of what the layers of a random model add.
         seed: of the weights.
+        settings: keys of config.json that differ from the family's, but for numbers and kinds of layers.
     """
     family = KNOWN[name]
-    layout, settings = _LAYOUTS[name if family.tensors else family.model_type], family.settings
-    wide: dict[str, Any] = {key: [*settings[key], kind] for key, kind in layout.kinds.items() if key in settings}
-    make_target(model_dir, name, share=share, seed=seed, **layout.drawn, **wide)
+    layout, usual = _LAYOUTS[name if family.tensors else family.model_type], family.settings
+    wide: dict[str, Any] = {key: [*usual[key], kind] for key, kind in layout.kinds.items() if key in usual}
+    make_target(model_dir, name, share=share, seed=seed, **settings, **layout.drawn, **wide)
     config, generator = _config(model_dir), torch.Generator().manual_seed(seed + 1)
     width = config["hidden_size"]
     tensors = {
@@ -244,7 +252,14 @@ def _raised(name: str, tensor: Tensor, *, layout: _Layout) -> Tensor:
 
 
 def make_eagle(
-    head_dir: Path, target_dir: Path, *, has_bias: bool, num_layers: int = 1, noise: float = 0.6, seed: int = 0
+    head_dir: Path,
+    target_dir: Path,
+    *,
+    has_bias: bool,
+    num_layers: int = 1,
+    noise: float = 0.6,
+    seed: int = 0,
+    **settings: Any,
 ) -> Path:
     """An EAGLE head for a model. Layers behind its first have a norm before their attention.
 
@@ -255,8 +270,10 @@ def make_eagle(
         num_layers: of the head.
         noise: of what joins its inputs.
         seed: of the weights.
+        settings: keys of config.json that differ from the usual ones.
     """
-    config, generator = _head_config(target_dir, num_hidden_layers=num_layers), torch.Generator().manual_seed(seed)
+    config = _head_config(target_dir, num_hidden_layers=num_layers, **settings)
+    generator = torch.Generator().manual_seed(seed)
     tensors, width = {}, config["hidden_size"]
     gains = {"q_proj": _SHARPER, "o_proj": _LOUDER / 2, "down_proj": 0.5}
     for layer in range(num_layers):
@@ -282,6 +299,7 @@ def make_eagle3(
     outputs: Sequence[int] | None = None,
     noise: float = 0.5,
     seed: int = 0,
+    **settings: Any,
 ) -> Path:
     """An EAGLE-3 head of one layer for a model.
 
@@ -294,8 +312,10 @@ def make_eagle3(
             nothing.
         noise: of its matrices.
         seed: of the weights.
+        settings: keys of config.json that differ from the usual ones.
     """
-    config, generator = _head_config(target_dir, num_key_value_heads=4), torch.Generator().manual_seed(seed)
+    config = _head_config(target_dir, **{"num_key_value_heads": 4, **settings})
+    generator = torch.Generator().manual_seed(seed)
     width, vocab = config["hidden_size"], config["vocab_size"]
     tensors = {}
     # Queries and keys are about the embedding, large enough that a token finds itself. Values and outputs add it, and
@@ -316,10 +336,10 @@ def make_eagle3(
     tensors["t2d"] = torch.isin(torch.arange(vocab), known)
     if has_embedding:
         tensors["embed_tokens.weight"] = _find(target_dir, "embed")
-    settings: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab}
+    own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab}
     if outputs is not None:
-        settings["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(outputs)}
-    _write(head_dir, tensors, {**config, **settings})
+        own["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(outputs)}
+    _write(head_dir, tensors, {**config, **own})
     return head_dir
 
 

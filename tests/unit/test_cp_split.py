@@ -21,7 +21,7 @@ from raycache.attention.states import Recurrence
 from raycache.attention.torch_ref import TorchBackend, TorchStep
 from raycache.config import Config
 from raycache.deployment.decode_split import decode_obstacle, model_obstacle, with_transports
-from raycache.deployment.deployment import Deployment
+from raycache.deployment.deployment import Deployment, served_model
 from raycache.layers.cp_split import CpSplit, NotSplitError
 from raycache.layers.embedding import VocabHead
 from raycache.layers.forward_pass import ForwardPass
@@ -41,6 +41,7 @@ from raycache.step.page_tables import PageTables
 from raycache.step.single_rows import emitted_tokens, is_decode
 from raycache.types import SamplingParams
 from raycache.wire.plan import Admit, Row, StepPlan
+from tests.oracle.draft_models import make_predicting, make_target
 from tests.oracle.families import make_family
 from tests.oracle.gang import Piece, gang_logits, on_gang
 from tests.oracle.golden import golden
@@ -165,7 +166,7 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
             if any(spaces.values()):  # windows under cp are not recorded
                 continue
             batch.fill(plan, tables)
-            run = ForwardPass(_StaticStep(batch.inputs, expanded_bytes=0), pools[2], batch.inputs.positions)
+            run = ForwardPass(StaticStep(batch.inputs, expanded_bytes=0), pools[2], batch.inputs.positions)
             part, _ = recorded(batch.inputs.ids, None, run)
             logits = head_of(decode_model).gathered(part)
             assert len(logits) == 8 and batch.num_local == sum(row.num_tokens for row in plan.rows)
@@ -192,7 +193,7 @@ def test_which_rows_are_computed_whole_on_every_rank(row: Row, has_states: bool,
     assert is_decode(plan, has_states=has_states) == is_split
 
 
-class _StaticStep(TorchStep):
+class StaticStep(TorchStep):
     """A step with the recurrent rows of a CUDA graph, read from its tensors."""
 
     @cached_property
@@ -343,7 +344,6 @@ def test_quantised_weights_are_not_split() -> None:
         ({"decode_split": "on"}, ""),
         ({"decode_split": "off"}, "decode_split=off"),
         ({"decode_split": "auto"}, "a rank would read 0 MB per layer less"),
-        ({"decode_split": "on", "draft": "mtp"}, "the draft model"),
         ({"decode_split": "on", "draft": "ngram"}, ""),
         ({"decode_split": "on", "cp": 16, "page_size": 16}, "cp=16 does not divide the 8 attention heads"),
     ],
@@ -353,6 +353,38 @@ def test_settings_decide(tiny: Callable[[str], Path], settings: dict[str, Any], 
     config = Config(**{"model": str(tiny("llama")), "cp": 2, "device": "cpu", **settings})
     found = decode_obstacle(Deployment(config, read_config(tiny("llama")), "cpu"))
     assert found.startswith(reason) if reason else not found
+
+
+def test_a_draft_model_must_be_split_too(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "llama")
+    few = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    drafts = {"fits": make_target(tmp_path / "fits", "gemma3"), "few": make_target(tmp_path / "few", "llama", **few)}
+    for name, cp, reason in (
+        ("fits", 4, ""),
+        ("few", 2, ""),
+        ("few", 4, "the draft model: cp=4 does not divide the 2"),
+    ):
+        config = Config(model=str(target), cp=cp, device="cpu", decode_split="on", draft=str(drafts[name]))
+        found = decode_obstacle(Deployment(config, served_model(config), "cpu"))
+        assert found.startswith(reason) if reason else not found
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next", "bailing_hybrid", "qwen3_5"])
+def test_prediction_layers_are_split_with_their_models(tmp_path: Path, family: str) -> None:
+    config = Config(model=str(make_predicting(tmp_path, family)), cp=2, decode_split="on", draft="mtp")
+    assert not decode_obstacle(Deployment(config, served_model(config), "cpu"))
+
+
+@pytest.mark.parametrize("is_of_draft", [False, True])
+def test_a_draft_model_that_stays_quantised_is_not_split(tmp_path: Path, is_of_draft: bool) -> None:
+    target, draft = (make_target(tmp_path / name, "llama") for name in ("target", "draft"))
+    one = draft if is_of_draft else target
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    settings = json.loads((one / "config.json").read_text()) | {"quantization_config": fp8}
+    (one / "config.json").write_text(json.dumps(settings))
+    config = Config(model=str(target), cp=2, device="cuda", decode_split="on", draft=str(draft), dtype="bfloat16")
+    found = decode_obstacle(Deployment(config, served_model(config), "cuda"))
+    assert found == ("those of the draft model " if is_of_draft else "they ") + "stay quantised on the device"
 
 
 def test_large_layers_are_split_by_themselves(tiny: Callable[[str], Path], tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ that it has an entry for every position in the target's cache, and none is missi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens, N of them to draft after, F features taken from the target, V vocabulary of the
 # target.
@@ -39,6 +42,16 @@ class DraftModel(Protocol):
 
     def logits(self, found: Tensor) -> Tensor:
         """[N, F] -> [N, V]; tokens outside of the draft model's vocabulary get the lowest finite logit."""
+        ...
+
+    def over_cp(self, split: CpSplit) -> DraftModel:
+        """The same draft model for steps that compute all tokens on every cp rank, with its weights split over cp.
+
+        Its weights are views, and its logits are on every rank of the stage.
+
+        Raises:
+            NotSplitError: a layer cannot be split; the message says why.
+        """
         ...
 
 

@@ -8,7 +8,8 @@ EAGLE-3    fc(three hidden states of the target) and embedding -> one layer -> n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig
 from raycache.errors import CheckpointError, ConfigError
+from raycache.layers.cp_split import CpSplit
 from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import ForwardPass, Mixer
@@ -276,3 +278,10 @@ class Eagle3Head:
     def logits(self, found: Tensor) -> Tensor:
         """[N, C] -> [N, V]."""
         return widened(self._head(self._norm(found)), self._vocab_size, known=self._known)
+
+    def over_cp(self, split: CpSplit) -> Eagle3Head:
+        """The same with its weights split over cp."""
+        own, layer = copy(self), self._layer
+        own._layer = replace(layer, attention=layer.attention.over_cp(split), block=layer.block.over_cp(split))
+        own._join, own._head = self._join.over_cp(split), self._head.over_cp(split)
+        return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from raycache.layers.forward_pass import ForwardPass
 from raycache.models.drafts.base import widened
 
 if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
     from raycache.models.base import Model
 
 # Shapes in this file: T packed tokens, N of them to draft after, F hidden size of the draft model, V vocabulary of the
@@ -42,3 +44,9 @@ class SmallModel:
     def logits(self, found: Tensor) -> Tensor:
         """[N, F] -> [N, V]."""
         return widened(self._model.logits(found)[:, : self._target_size], self._target_size)
+
+    def over_cp(self, split: CpSplit) -> SmallModel:
+        """The same with its weights split over cp."""
+        own = copy(self)
+        own._model = self._model.over_cp(split)
+        return own
