@@ -25,15 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycache.attention.flashinfer_kernels import (
-    FEW_QUERIES,
-    Heads,
-    KernelCache,
-    LseBase,
-    PagedKernel,
-    RaggedKernel,
-    Writer,
-)
+from raycache.attention.flashinfer_kernels import FEW_QUERIES, Heads, KernelCache, LseBase, PagedKernel, RaggedKernel
 from raycache.attention.flashinfer_replans import StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import (
     Ints,
@@ -49,6 +41,7 @@ from raycache.attention.flashinfer_tables import (
 )
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, no_keys
+from raycache.attention.page_writer import Writer
 from raycache.attention.passing import PassedBytes
 from raycache.attention.sinks import apply_sinks
 from raycache.attention.triton_works import triton_works

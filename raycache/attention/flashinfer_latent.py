@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
-from raycache.attention.flashinfer_kernels import Heads, KernelCache, LatentKernel, RaggedKernel, Writer
+from raycache.attention.flashinfer_kernels import Heads, KernelCache, LatentKernel, RaggedKernel
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import Tokens, are_all, decode_table, page_table, pieces, run_segments
 from raycache.attention.fp8_latent import Fp8LatentKernel
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, join, no_keys, wide
+from raycache.attention.page_writer import Writer
 from raycache.memory.views import LatentView
 from raycache.step.inputs import Places
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from raycache.attention.flashinfer_copied import CopiedQueries
 from raycache.attention.flashinfer_full import FullKernels, Layers
-from raycache.attention.flashinfer_kernels import FEW_QUERIES, KernelCache, LseBase, PagedKernel, Writer
+from raycache.attention.flashinfer_kernels import FEW_QUERIES, KernelCache, LseBase, PagedKernel
 from raycache.attention.flashinfer_tables import PassedRun, Tokens, are_all, passed_table
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import no_keys
+from raycache.attention.page_writer import Writer
 from raycache.attention.passing import Passing
 from raycache.attention.sinks import apply_sinks
 from raycache.memory.views import KVView

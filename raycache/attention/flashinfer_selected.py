@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
-from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel, Writer
+from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel
 from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, no_keys, wide
+from raycache.attention.page_writer import Writer
 from raycache.memory.views import LatentView
 from raycache.step.inputs import StepInputs
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from raycache.attention.base import NotRecordableError
 from raycache.attention.flashinfer_full import Layers
-from raycache.attention.flashinfer_kernels import KernelCache, Writer
+from raycache.attention.flashinfer_kernels import KernelCache
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.layout import StepLayout
+from raycache.attention.page_writer import Writer
 from raycache.attention.triton_works import triton_works
 from raycache.memory.views import KVView
 from raycache.step.inputs import Places

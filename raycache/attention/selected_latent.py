@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
-from raycache.attention.flashinfer_kernels import KernelCache, Writer
+from raycache.attention.flashinfer_kernels import KernelCache
 from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
 from raycache.attention.flashinfer_selected import BLOCK_BYTES, SlotChoice
 from raycache.attention.fp8_latent import SHAPES, Programs, TileShape, tile_shape
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, wide
+from raycache.attention.page_writer import Writer
 from raycache.memory.views import LatentView
 from raycache.step.inputs import StepInputs
 

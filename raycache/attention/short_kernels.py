@@ -223,39 +223,30 @@ def _attend(
     if count == 0:
         return
     pages, begin, end, place = ids + tl.load(part), tl.load(part + 4), tl.load(part + 5), tl.load(part + 6)
-    row, feature, key = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, KEYS)
+    row, feature = tl.arange(0, ROWS), tl.arange(0, DIM)
     token, head = row // NUM_QUERIES, key_head * NUM_QUERIES + row % NUM_QUERIES
     is_row = token < count
     from_ = q + (first + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + feature[None, :]
     queries = tl.load(from_, mask=is_row[:, None], other=0.0)
     factor = scale * 1.4426950408889634
-    most = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    most, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIM], tl.float32)
     seen_by_all = tl.minimum(end, (position + 1) // KEYS * KEYS)
     late = begin
     if WINDOW > 0:  # blocks that some query does not see at all, or not as a whole
         late = tl.minimum(tl.maximum(begin, tl.cdiv(position + count - WINDOW, KEYS) * KEYS), end)
-        for start in tl.range(begin, late, KEYS, num_stages=1):
-            result, most, total = _with_some_keys(
-                result, most, total, queries, k, v, pages, start, late, position + token, key_head, factor,
-                DIM, PAGE, NUM_KEY_HEADS, KEYS, WINDOW,
-            )  # fmt: skip
-    for start in tl.range(late, seen_by_all, KEYS, num_stages=3):
-        at = _places(pages, start, key, key_head, feature, DIM, PAGE, NUM_KEY_HEADS, KEYS)
-        scores = tl.dot(queries, tl.trans(tl.load(k + at)))
-        new = tl.maximum(most, tl.max(scores, 1) * factor)
-        shares = tl.exp2(scores * factor - new[:, None])
-        before = tl.exp2(most - new)
-        total = total * before + tl.sum(shares, 1)
-        values = tl.load(v + at)
-        result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
-        most = new
-    for start in tl.range(tl.maximum(late, seen_by_all), end, KEYS, num_stages=1):
         result, most, total = _with_some_keys(
-            result, most, total, queries, k, v, pages, start, end, position + token, key_head, factor,
+            result, most, total, queries, k, v, pages, begin, late, position + token, key_head, factor,
             DIM, PAGE, NUM_KEY_HEADS, KEYS, WINDOW,
         )  # fmt: skip
+    result, most, total = _with_all_keys(
+        result, most, total, queries, k, v, pages, late, seen_by_all, key_head, factor, DIM, PAGE, NUM_KEY_HEADS, KEYS
+    )
+    late = tl.maximum(late, seen_by_all)
+    result, most, total = _with_some_keys(
+        result, most, total, queries, k, v, pages, late, end, position + token, key_head, factor,
+        DIM, PAGE, NUM_KEY_HEADS, KEYS, WINDOW,
+    )  # fmt: skip
     if place < 0:
         _store(
             result, most, total, sinks, out, first + token, head, is_row, feature,
@@ -269,6 +260,40 @@ def _attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _with_all_keys(
+    result: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    queries: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    pages: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    key_head: tl.tensor,
+    factor: tl.tensor,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add the keys of whole blocks, which all queries see, to sums of values [Q, D], highest scores and sums of weights
+    [Q]."""
+    feature, key = tl.arange(0, DIM), tl.arange(0, KEYS)
+    for start in tl.range(begin, end, KEYS, num_stages=3):
+        at = _places(pages, start, key, key_head, feature, DIM, PAGE, NUM_KEY_HEADS, KEYS)
+        scores = tl.dot(queries, tl.trans(tl.load(k + at)))
+        new = tl.maximum(most, tl.max(scores, 1) * factor)
+        shares = tl.exp2(scores * factor - new[:, None])
+        before = tl.exp2(most - new)
+        total = total * before + tl.sum(shares, 1)
+        values = tl.load(v + at)
+        result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
+        most = new
+    return result, most, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _with_some_keys(
     result: tl.tensor,
     most: tl.tensor,
@@ -277,7 +302,7 @@ def _with_some_keys(
     k: tl.tensor,
     v: tl.tensor,
     pages: tl.tensor,
-    start: tl.tensor,
+    begin: tl.tensor,
     end: tl.tensor,
     position: tl.tensor,
     key_head: tl.tensor,
@@ -288,24 +313,27 @@ def _with_some_keys(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a block of keys, of which queries at their positions [Q] may see some, to sums of values [Q, D], highest
-    scores and sums of weights [Q]."""
-    feature, place = tl.arange(0, DIM), start + tl.arange(0, KEYS)
-    is_key = place < end
-    page = tl.load(pages + place // PAGE, mask=is_key, other=0).to(tl.int64)
-    at = ((page * PAGE + place % PAGE) * NUM_KEY_HEADS + key_head)[:, None] * DIM + feature[None, :]
-    keys = tl.load(k + at, mask=is_key[:, None], other=0.0)
-    values = tl.load(v + at, mask=is_key[:, None], other=0.0)
-    is_seen = (place[None, :] <= position[:, None]) & is_key[None, :]
-    if WINDOW > 0:
-        is_seen = is_seen & (place[None, :] > position[:, None] - WINDOW)
-    scores = tl.where(is_seen, tl.dot(queries, tl.trans(keys)) * factor, -1e30)
-    new = tl.maximum(most, tl.max(scores, 1))
-    shares = tl.where(is_seen, tl.exp2(scores - new[:, None]), 0.0)
-    before = tl.exp2(most - new)
-    total = total * before + tl.sum(shares, 1)
-    result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
-    return result, new, total
+    """Add keys, of which queries at their positions [Q] may see some, to sums of values [Q, D], highest scores and sums
+    of weights [Q]."""
+    feature = tl.arange(0, DIM)
+    for start in tl.range(begin, end, KEYS, num_stages=1):
+        place = start + tl.arange(0, KEYS)
+        is_key = place < end
+        page = tl.load(pages + place // PAGE, mask=is_key, other=0).to(tl.int64)
+        at = ((page * PAGE + place % PAGE) * NUM_KEY_HEADS + key_head)[:, None] * DIM + feature[None, :]
+        keys = tl.load(k + at, mask=is_key[:, None], other=0.0)
+        values = tl.load(v + at, mask=is_key[:, None], other=0.0)
+        is_seen = (place[None, :] <= position[:, None]) & is_key[None, :]
+        if WINDOW > 0:
+            is_seen = is_seen & (place[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_seen, tl.dot(queries, tl.trans(keys)) * factor, -1e30)
+        new = tl.maximum(most, tl.max(scores, 1))
+        shares = tl.where(is_seen, tl.exp2(scores - new[:, None]), 0.0)
+        before = tl.exp2(most - new)
+        total = total * before + tl.sum(shares, 1)
+        result = tl.dot(shares.to(values.dtype), values, acc=result * before[:, None])
+        most = new
+    return result, most, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]

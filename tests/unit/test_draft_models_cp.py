@@ -35,6 +35,7 @@ from raycache.rank.rank import Rank
 from raycache.step.inputs import StepInputs
 from raycache.wire.plan import RowResult, StepPlan, read_results
 from tests.oracle.gang import on_gang
+from tests.oracle.recorded import OperationRecorder
 from tests.selection import mostly_long
 from tests.unit.test_cp_split import StaticStep
 from tests.unit.test_draft_models import GREEDY, NUM_DRAFTS, PAGE_SIZE, PAIRS, PROMPTS, SAMPLED, SOME, open_llm
@@ -123,24 +124,23 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Graphs are run instead of recorded; how often each kind was."""
     counted, lock = Counter[str](), threading.Lock()
 
-    def record(self: Any, size: int, memory: object, target: Any) -> _Recorded:
+    def record(self: Any, size: int, recorder: object, target: Any) -> _Recorded:
         layers = self._layers
         if target is None:
             batch = DecodeBatch(size, self._pool, self.ctx, longest=layers.longest, has_all_tokens=self.has_all_tokens)
         else:
             batch = target._recorded[size].batch
-        features = layers.features
-        if features is not None:
-            features = features.new_full((len(batch.inputs.ids), features.shape[1]), torch.nan)
+        hidden = layers.hidden
+        if hidden is not None:
+            hidden = hidden.new_full((len(batch.inputs.ids), hidden.shape[1]), torch.nan)
 
         def run() -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = self._run(batch, StaticStep(batch.inputs, expanded_bytes=0), features)
+            found: tuple[Tensor, ...] = self._run(batch, StaticStep(batch.inputs, expanded_bytes=0), hidden)
             return found
 
         outputs = run()
-        graph: Any = Rerun(run, outputs)
         step: Any = Unplanned()
-        return _Recorded(batch, step, graph, outputs, features)
+        return _Recorded(batch, step, hidden, Rerun(run, outputs).replay, outputs)
 
     def replay(self: DecodeGraphs, **given: Any) -> tuple[Tensor, ...]:
         with lock:
@@ -149,8 +149,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return plain(self, **given)
 
     plain = DecodeGraphs.replay
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(build, "CudaRecorder", lambda device: OperationRecorder())
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     monkeypatch.setattr(DecodeGraphs, "replay", replay)
     monkeypatch.setattr(build.LoadedRank, "_record_pieces", lambda self, pool, *, least: None)
