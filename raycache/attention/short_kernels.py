@@ -231,8 +231,7 @@ def _attend(
     factor = scale * 1.4426950408889634
     most, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIM], tl.float32)
-    seen_by_all = tl.minimum(end, (position + 1) // KEYS * KEYS)
-    late = begin
+    seen_by_all, late = tl.minimum(end, (position + 1) // KEYS * KEYS), begin
     if WINDOW > 0:  # blocks that some query does not see at all, or not as a whole
         late = tl.minimum(tl.maximum(begin, tl.cdiv(position + count - WINDOW, KEYS) * KEYS), end)
         result, most, total = _with_some_keys(
