@@ -22,6 +22,7 @@ import ray
 from actors.answers import ActorLostError
 from actors.arena import Arenas
 from actors.gangs import Gangs
+from actors.inlined import joined
 from actors.located import located
 from actors.placement import Placement
 from raycache.config import Config
@@ -128,8 +129,9 @@ class EngineActor:
         return _within(answer, timeout_s=self._config.rank_timeout_s + command.timeout_s)
 
     @ray.method(concurrency_group="submit")
-    def submit(self, request: GenerateRequest) -> None:
-        """Queue a request; its output is polled."""
+    def submit(self, rest: GenerateRequest, *parts: bytes) -> None:
+        """Queue a request, given as `inlined` returns it; its output is polled."""
+        request = joined(rest, parts)
 
         def add() -> None:
             try:

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.answers import ActorLostError, answer, answer_now
 from actors.arena import Arenas
 from actors.engine import EngineActor, Message
+from actors.inlined import inlined
 from actors.placement import Placement
 from raycache.config import Config
 from raycache.types import CacheAction, CacheCommand, GenerateRequest
@@ -48,7 +49,8 @@ class EngineHandle:
 
     def submit(self, request: GenerateRequest) -> None:
         """Send a request; `poll` returns its output."""
-        self._actor.submit.remote(request)
+        rest, parts = inlined(request)
+        self._actor.submit.remote(rest, *parts)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request."""

@@ -25,6 +25,7 @@ import ray
 from actors.answers import answer
 from actors.authentication import require_token
 from actors.cluster import device_type
+from actors.inlined import inlined, joined
 from actors.metrics import publishing
 from actors.replicas import Replicas
 from actors.starter import Starter
@@ -127,8 +128,9 @@ class HubActor:
     async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
         return await self._ready().carry_out(command)
 
-    async def submit(self, client: str, request: GenerateRequest) -> None:
-        """Start a request; `poll` returns its output."""
+    async def submit(self, client: str, rest: GenerateRequest, *parts: bytes) -> None:
+        """Start a request, given as `inlined` returns it; `poll` returns its output."""
+        request = joined(rest, parts)
         of = self._clients.setdefault(client, _Client())
         of.running[request.request_id] = asyncio.create_task(self._run(request, of))
 
@@ -136,8 +138,8 @@ class HubActor:
         """Cancel a request; no more messages about it follow.
 
         Args:
-            submitted: reference to the result of `submit`, which Ray then waits for. Otherwise the cancel of a long
-                prompt overtakes its request: Ray sends arguments above 100 kB through the object store.
+            submitted: reference to the result of `submit`, which Ray then waits for. Otherwise the cancel of a very
+                long prompt could overtake its request, if that goes through the object store (inlined.py).
         """
         if client in self._clients and (task := self._clients[client].running.pop(request_id, None)):
             task.cancel()
@@ -236,7 +238,8 @@ class HubClient:
         self._start_polling()
         messages = self._open[request.request_id] = asyncio.Queue[RequestOutput | RayCacheError]()
         hub = self._hub  # `follow` may change it meanwhile
-        submitted = _call(hub.submit, self._name, request)
+        rest, parts = inlined(request)
+        submitted = _call(hub.submit, self._name, rest, *parts)
         is_over = False
         try:
             while not is_over:

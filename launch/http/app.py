@@ -41,6 +41,7 @@ from raycache.api.engine import AsyncEngine
 from raycache.api.grammar_checker import GrammarChecker
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
+from raycache.api.prompt_ids import parse_completion_json
 from raycache.api.run import AnswerForm, answer, answer_stream, failure_event, with_pings
 from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.api.tokenizer import Tokenizer
@@ -223,6 +224,9 @@ class _Api:
 
     async def prepare(self, body: CompletionBody | ChatBody, *, size: int, cuts_max_tokens: bool = False) -> Generation:
         """Convert a validated body to engine requests; `size`: of the body in bytes."""
+        return await compute(partial(self._prepared, body, cuts_max_tokens=cuts_max_tokens), size=size)
+
+    def _prepared(self, body: CompletionBody | ChatBody, *, cuts_max_tokens: bool = False) -> Generation:
         if body.model != self._info.model:
             raise ProblemError(unknown_model(body.model, self._info.model))
         if body.cache_priority and self._eviction != "priority":
@@ -233,16 +237,13 @@ class _Api:
             )
         match body:
             case CompletionBody():
-                work = partial(prepare_completion, body, self._served)
+                return prepare_completion(body, self._served)
             case ChatBody():
-                work = partial(prepare_chat, body, self._served, cuts_max_tokens=cuts_max_tokens)
-        return await compute(work, size=size)
+                return prepare_chat(body, self._served, cuts_max_tokens=cuts_max_tokens)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         async with self.bodies.read(request) as raw:
-            work = partial(_parse, kind, raw)
-            body = owned(await compute(work, size=len(raw)), request)
-            generation = await self.prepare(body, size=len(raw))
+            generation = await compute(lambda: self._prepared(owned(_parse(kind, raw), request)), size=len(raw))
             return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
 
     async def respond(
@@ -387,7 +388,7 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 def _parse(kind: type[CompletionBody] | type[ChatBody], raw: bytes) -> CompletionBody | ChatBody:
-    return parse_body(kind, parse_json(raw))
+    return parse_body(kind, parse_completion_json(raw) if kind is CompletionBody else parse_json(raw))
 
 
 def _plain(facts: EngineInfo | EngineStats) -> dict[str, Any]:

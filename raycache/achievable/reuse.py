@@ -3,7 +3,7 @@
 reuse = Reuse(page_size=16)
 with reuse.follow(request, tenant="alice") as watch:
     for output in outputs:
-        watch.take(output)           # counted with the first token
+        watch.take(output)           # counted after its first token is on its way to the client
 """
 
 from __future__ import annotations
@@ -98,13 +98,15 @@ class Reuse:
 class ReuseWatch:
     """One request. Use it as a context manager around the whole request."""
 
-    __slots__ = ("_expires_s", "_output", "_prefixes", "_request", "_reuse", "_seen_s", "_tenant")
+    __slots__ = ("_expires_s", "_first", "_output", "_prefixes", "_request", "_reuse", "_seen_s", "_tenant", "_use")
 
     def __init__(self, reuse: Reuse, request: GenerateRequest, *, tenant: str) -> None:
         self._reuse, self._request, self._tenant = reuse, request, tenant
         self._seen_s = reuse.clock()
         self._expires_s = self._seen_s + request.cache_ttl_s if request.cache_ttl_s else float("inf")
         self._output: list[int] = []
+        self._first: RequestOutput | None = None  # the increment with the first token, until it is counted
+        self._use: Use | None = None
         self._prefixes: Prefixes | None = None
 
     def __enter__(self) -> ReuseWatch:
@@ -114,6 +116,7 @@ class ReuseWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Count what was generated as used. The last token is not in the cache."""
+        self._count()
         if self._prefixes is None:
             return
         size, prompt = self._reuse.page_size, self._request.prompt
@@ -123,14 +126,20 @@ class ReuseWatch:
             self._reuse.sample.use(grown.hashes, Use(self._reuse.clock(), self._expires_s))
 
     def take(self, output: RequestOutput) -> None:
-        """Called with each increment."""
+        """Called with each increment. The next one counts the first, whose client does not wait for it."""
+        self._count()
         self._output += output.token_ids
-        if self._prefixes is None and output.token_ids:
-            reuse, request = self._reuse, self._request
-            self._prefixes = reuse.source.of(request.prompt, salt=request.cache_salt, chain=request.page_chain)
-            use = Use(reuse.clock(), self._expires_s)
-            one = reuse.count(request, output, prefixes=self._prefixes, seen_s=self._seen_s, use=use)
-            reuse.tallies.add(self._tenant, one)
+        if self._use is None and output.token_ids:
+            self._first, self._use = output, Use(self._reuse.clock(), self._expires_s)
+
+    def _count(self) -> None:
+        if self._first is None or self._use is None:
+            return
+        reuse, request = self._reuse, self._request
+        output, self._first = self._first, None
+        self._prefixes = reuse.source.of(request.prompt, salt=request.cache_salt, chain=request.page_chain)
+        one = reuse.count(request, output, prefixes=self._prefixes, seen_s=self._seen_s, use=self._use)
+        reuse.tallies.add(self._tenant, one)
 
 
 def _why(found: Reference, output: RequestOutput, *, first: int, seen_s: float) -> tuple[str, str]:

@@ -134,7 +134,7 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
     """
     _check_count(len(body.prompt), body, info=served.info)
     encode, adds = served.tokenizer.encode, body.add_special_tokens
-    prompts = [p if isinstance(p, list) else encode(p, add_special_tokens=adds) for p in body.prompt]
+    prompts = [encode(p, add_special_tokens=adds) if isinstance(p, str) else p for p in body.prompt]
     grammar, constrained_by = output_grammar(body, served.tokenizer)
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
@@ -223,7 +223,7 @@ class _Split:
 def _choices(
     generation_id: str,
     body: GenerationBody,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Sequence[int]],
     sampling: _Sampling,
     *,
     served: Served,
@@ -301,7 +301,7 @@ def _ids(prompt: Sequence[int], *, info: EngineInfo, field_name: str) -> array[i
         raise RequestError(
             f"{field_name} contains token id {wrong}; valid ids are in [0, {info.vocab_size})", field=field_name
         )
-    return array("i", numbers.astype(np.int32).tobytes())
+    return prompt if isinstance(prompt, array) else array("i", numbers.astype(np.int32).tobytes())
 
 
 def _page_chain(prompt: array[int], *, info: EngineInfo, cache_salt: str) -> bytes:

@@ -10,6 +10,7 @@ end at their first wrong item, and what can have an error per item is counted be
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
@@ -57,9 +58,9 @@ IGNORED = frozenset(
 )
 
 
-def _check_prompts(value: object) -> list[str | list[int]]:
+def _check_prompts(value: object) -> list[str | Sequence[int]]:
     match value:
-        case str():
+        case str() | array():  # an array comes from prompt_ids.py, so it has integers
             return [value]
         case [] | [[], *_]:
             raise PydanticCustomError("prompt", "must not be empty")
@@ -248,7 +249,7 @@ class GenerationBody(StrictBody):
 class CompletionBody(GenerationBody):
     """Body of /v1/completions. `prompt` is always a list after validation."""
 
-    prompt: Annotated[list[str | list[int]], _Prompts]
+    prompt: Annotated[list[str | Sequence[int]], _Prompts]
     max_tokens: int | None = Field(default=None, ge=0, le=_INT32)
     echo: bool = False
     add_special_tokens: bool = True

@@ -226,6 +226,16 @@ def test_what_another_request_still_computes_is_lost_to_concurrency() -> None:
     assert (row["cause"], row["tokens"]) == ("concurrent", 96)
 
 
+def test_the_first_token_does_not_wait_until_it_is_counted() -> None:
+    reuse = Reuse(page_size=16)
+    with reuse.follow(sent(range(100)), tenant="") as watch:
+        watch.take(RequestOutput("", (1,)))
+        assert not reuse.tallies.total.requests
+        watch.take(RequestOutput("", (2,)))
+        assert reuse.tallies.total.requests == 1
+    assert reuse.tallies.total.requests == 1
+
+
 def test_what_was_cached_before_the_server_began_is_achievable() -> None:
     reuse = Reuse(page_size=16)
     follow(reuse, list(range(100)), cached=64, miss=Miss.NEVER_SEEN)
