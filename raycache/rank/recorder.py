@@ -71,9 +71,11 @@ class CudaRecorder:
     @contextmanager
     def trying(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.synchronize(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # after an error, too: what the stream still reads would be freed, and be used for something else
+            torch.cuda.synchronize(self._device)
 
     def times(self, run: Callable[[], object]) -> Sequence[tuple[float, float]]:
         found = []
