@@ -240,7 +240,7 @@ class Settings:
         choices=("auto", "flashinfer", "torch"),
     )
     cuda_graphs: bool = _scheduling(
-        True, "record decode steps as CUDA graphs at startup, where the attention backend allows it"
+        True, "record decode steps and other short steps as CUDA graphs at startup, where attention allows it"
     )
 
     host: str = _server("127.0.0.1", "address to bind to", unit="ADDRESS", is_common=True)

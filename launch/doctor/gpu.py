@@ -13,7 +13,8 @@ import torch
 
 from launch.doctor.check import CheckResult, Outcome
 from launch.table import human_bytes
-from raycache.attention.flashinfer import HEAD_DIMS, LATENT_DIMS
+from raycache.attention.flashinfer import LATENT_DIMS
+from raycache.attention.flashinfer_full import HEAD_DIMS
 from raycache.attention.flashinfer_kernels import WIDEST_OF_FA3
 from raycache.config import Config
 from raycache.errors import ConfigError

@@ -126,7 +126,8 @@ class ReuseWatch:
             self._reuse.sample.use(grown.hashes, Use(self._reuse.clock(), self._expires_s))
 
     def take(self, output: RequestOutput) -> None:
-        """Called with each increment. The next one counts the first, whose client does not wait for it."""
+        """Called with each increment. The next one counts the first, whose client does not wait for it; an equal
+        request in between does not count as reuse of it."""
         self._count()
         self._output += output.token_ids
         if self._use is None and output.token_ids:

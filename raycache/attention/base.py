@@ -199,7 +199,8 @@ class StaticStep(AttentionStep, Protocol):
         """Prepare the next replay, on the current stream.
 
         Args:
-            inputs: the same tensors with new values, the same number of rows, or of tokens with chunks, other pages.
+            inputs: the same tensors with new values, with the same number of rows (with chunks: of tokens) and other
+                pages.
         """
         ...
 

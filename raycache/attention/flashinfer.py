@@ -24,13 +24,13 @@ from torch import Tensor
 
 from raycache.attention import flashinfer_copied, fp8_latent
 from raycache.attention.base import Capabilities, LatentProjection, NotRecordableError, Selection
-from raycache.attention.flashinfer_full import FullKernels, Layers
+from raycache.attention.flashinfer_full import HALF_TYPES, FullKernels, Layers, why_not_full
 from raycache.attention.flashinfer_kernels import Heads, KernelCache
 from raycache.attention.flashinfer_latent import LatentKernels, LatentLayers
 from raycache.attention.flashinfer_passed import PassedKernels
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
-from raycache.attention.flashinfer_short import ShortKernels
+from raycache.attention.flashinfer_short import FlashInferShortStep
 from raycache.attention.layout import StepLayout
 from raycache.attention.passing import Passing
 from raycache.attention.selected_latent import SlotAttention
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-HALF_TYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 128, 256, 512)
 LATENT_DIMS = (512, 64)
 EXPANDED_DIMS = ((192, 128), (64, 64), (128, 128), (256, 256))
 """Features of a head's key and value where keys and values are computed from latents."""
@@ -87,10 +85,12 @@ class FlashInferBackend:
         """Prepare one step."""
         return FlashInferStep(self, inputs)
 
-    def plan_static(self, inputs: StepInputs, *, has_chunks: bool = False) -> FlashInferStaticStep:
+    def plan_static(
+        self, inputs: StepInputs, *, has_chunks: bool = False
+    ) -> FlashInferStaticStep | FlashInferShortStep:
         """Prepare a step for many batches."""
         if has_chunks:
-            return FlashInferShortStep(self, inputs, static=StaticRows(inputs.num_tokens, self._max_pages))
+            return FlashInferShortStep(self.kernels, inputs, max_pages=self._max_pages)
         return FlashInferStaticStep(self, inputs, static=StaticRows(len(inputs.rows), self._max_pages))
 
     def warn_once(self, reason: str) -> None:
@@ -124,7 +124,7 @@ class FlashInferStep:
         """Keys and values."""
         heads = Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale)
         layers = Layers(view.space, view.window, heads)
-        passing, reason = self._passing(layers), _why_not_full(view, q)
+        passing, reason = self._passing(layers), why_not_full(view, q)
         if reason is None and view.window and self._inputs.ctx.cp.size > 1 and not triton_works():
             reason = "windows under cp without Triton"
         if reason is not None:
@@ -255,57 +255,6 @@ class FlashInferStaticStep(FlashInferStep):
             selected.replan(inputs)
         for space, indexer in self._indexers.items():
             indexer.replan(inputs, inputs.places[space])
-
-
-class FlashInferShortStep(FlashInferStaticStep):
-    """A step of few tokens for a CUDA graph, whose rows have any number of them; only keys and values."""
-
-    def __init__(self, backend: FlashInferBackend, inputs: StepInputs, *, static: StaticRows) -> None:
-        super().__init__(backend, inputs, static=static)
-        self._short: dict[Layers, ShortKernels] = {}
-        self._rows = static
-
-    def replan(self, inputs: StepInputs) -> None:
-        self._inputs = self._layout.inputs = inputs
-        for layers, kernels in self._short.items():
-            kernels.replan(inputs.places[layers.space])
-
-    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
-        if reason := _why_not_full(view, q):
-            self._leave_to_torch(reason)
-        layers = Layers(view.space, view.window, Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale))
-        if layers not in self._short:
-            self._short[layers] = ShortKernels(self._backend.kernels, layers, self._layout, self._rows)
-        return self._short[layers].attend(view, q, k, v, sinks)
-
-    def attend_latent(
-        self,
-        view: LatentView,
-        q: Tensor,
-        latent: Tensor,
-        rope: Tensor,
-        projection: LatentProjection,
-        *,
-        scale: float,
-        selection: Selection | None,
-    ) -> Tensor:
-        raise NotRecordableError("short steps of latents")
-
-    def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> Selection:
-        raise NotRecordableError("short steps with an indexer")
-
-    @cached_property
-    def recurrent(self) -> KernelRecurrence:
-        raise NotRecordableError("short steps of recurrent layers")
-
-
-def _why_not_full(view: KVView, q: Tensor) -> str | None:
-    """What of a layer has no kernel, or None."""
-    if q.dtype not in HALF_TYPES or view.k.dtype != q.dtype:
-        return f"attention in {q.dtype} over a cache in {view.k.dtype}"
-    if q.shape[2] not in HEAD_DIMS:
-        return f"a head size of {q.shape[2]}"
-    return None
 
 
 def _why_not_latent(view: LatentView, q: Tensor) -> str | None:

@@ -51,6 +51,9 @@ from raycache.step.inputs import Places
 SHORT_WINDOW = 128
 """Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
 
+HALF_TYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256, 512)
+
 FEW_KEY_HEADS = 32
 """Key heads of all rows together, up to which recorded decode steps do without FlashInfer. It balances rows of unequal
 lengths, which matters where there are many."""
@@ -305,3 +308,12 @@ class FullKernels:
             if count and i not in self._copied:
                 found.setdefault(len(row.tokens) < FEW_QUERIES, []).append(i)
         return found
+
+
+def why_not_full(view: KVView, q: Tensor) -> str | None:
+    """What of a layer has no kernel, or None."""
+    if q.dtype not in HALF_TYPES or view.k.dtype != q.dtype:
+        return f"attention in {q.dtype} over a cache in {view.k.dtype}"
+    if q.shape[2] not in HEAD_DIMS:
+        return f"a head size of {q.shape[2]}"
+    return None

@@ -106,12 +106,19 @@ class LoadedRank:
         deployment, use = self.deployment, self.member.use
         if use is not None:
             sizes, draft_sizes = self._graph_sizes
-            num_graphs = len(sizes) * (1 + bool(draft_sizes)) + len(draft_sizes) + len(self._short_sizes)
-            num_graphs *= self._has_graphs
+            num_graphs = len(sizes) + bool(draft_sizes) * len(sizes) + len(draft_sizes) if self._has_graphs else 0
+            num_short = len(self._short_sizes) if self._has_graphs else 0
             pool = self._new_pool(dict.fromkeys(deployment.pool_sizes(1), 1))
             trial = self._new_rank(pool, drafter=self._new_drafter(pool))
             with reporting_lost_peers(self.member.ctx):
-                measure_peak(deployment, trial, use=use, num_graphs=num_graphs, num_pieces=self._most_pieces)
+                measure_peak(
+                    deployment,
+                    trial,
+                    use=use,
+                    num_graphs=num_graphs,
+                    num_short=num_short,
+                    num_pieces=self._most_pieces,
+                )
             if deployment.config.has_host_tier:
                 use.keep("staging", self._staging_bytes)
         ranks_on_node = self.member.spec.ranks_on_node
@@ -159,6 +166,8 @@ class LoadedRank:
             if graphs is None:
                 gc.collect()  # what was recorded in part
             short_steps = self._record_short_steps(pool, last)
+            if self._short_sizes and short_steps is None:
+                gc.collect()
             pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE)
         member.note("graphs")
         if (use := member.use) is not None:

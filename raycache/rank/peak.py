@@ -18,6 +18,7 @@ from raycache.deployment.memory_use import MemoryUse, free_bytes, refusing_out_o
 from raycache.memory.component import FULL, Reuse
 from raycache.rank.pieces import LONGEST
 from raycache.rank.rank import Rank
+from raycache.rank.short_steps import MOST_TOKENS
 from raycache.types import MAX_TOP_LOGPROBS, SamplingParams
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
@@ -90,6 +91,11 @@ class Largest:
         count = min(self.tokens, self.longest, LONGEST)
         return self._plan([self._row(0, self.longest - count, bytes(4 * count))])
 
+    def scored(self) -> StepPlan:
+        """As many new tokens as are recorded as a whole, all of which are emitted."""
+        count = min(self.tokens, self.longest, MOST_TOKENS)
+        return self._plan([self._row(0, self.longest - count, bytes(4 * count), targets=bytes(4 * (count - 1)))])
+
     def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:
         read = 0 if start else -1
         return Row(
@@ -103,7 +109,9 @@ class Largest:
         return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS, mask_len=mask_len)
 
 
-def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int, num_pieces: int) -> None:
+def measure_peak(
+    deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int, num_short: int, num_pieces: int
+) -> None:
     """Run the largest steps and reserve the memory that they need. Collective over all ranks of a gang.
 
     Also triggers compilation and allocation at first use, which is accounted as "kernels".
@@ -111,8 +119,9 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
     Args:
         rank: on a GPU, with a temporary pool of one page and one slot.
         use: memory use of the GPU; gets reservations for "activations" and "graphs".
-        num_graphs: CUDA graphs to be recorded. Those of the model share the memory of one decode step, those of the
-            draft model that of another.
+        num_graphs: CUDA graphs of decode steps to be recorded. Those of the model share the memory of one step, those
+            of the draft model that of another.
+        num_short: graphs of whole short steps to be recorded, which share the memory of one step that emits all tokens.
         num_pieces: graphs of pieces to be recorded, which share the memory of one step.
     Raises:
         ConfigError: the largest step does not fit beside the weights.
@@ -132,6 +141,8 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
     use.keep("activations", max(peaks.values()))
     shared = peaks["decode"] * (1 if rank.drafter is None else 2)
     graph_bytes = shared + num_graphs * _GRAPH_BYTES if num_graphs else 0
+    if num_short:
+        graph_bytes += _peak(rank, largest.scored()) + num_short * _GRAPH_BYTES
     if num_pieces:
         graph_bytes += _peak(rank, largest.short()) + num_pieces * _PIECE_BYTES
     use.keep("graphs", graph_bytes)

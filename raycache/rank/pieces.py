@@ -3,10 +3,11 @@
     ids -> [ embed, norm, qkv ] -> attention -> [ out, feed-forward, norm, qkv ] -> attention -> ... -> hidden states
               first piece           launched                second piece            launched
 
-A step of few tokens takes longer to launch than to run. A graph of the whole step (graphs.py) fixes its rows, so it
-serves decode batches only. Between two calls of attention, layers depend on nothing but the number of tokens: these
-pieces are recorded for some numbers, and a step is padded to the next of them. What attention does is launched as in
-any step, so rows may be of any kind, and their pages may still be on the way to the device.
+A step of few tokens takes longer to launch than to run. Decode batches are graphs as a whole (graphs.py), and so are
+short steps where attention needs no plan (short_steps.py). For all others, with latents, recurrent layers, wide heads,
+several cp ranks, or pages that are being loaded, there are pieces: between two calls of attention, layers depend on
+nothing but the number of tokens, so they are recorded for some numbers, and a step is padded to the next of them. What
+attention does is launched as in any step, so rows may be of any kind.
 
 Padding tokens have the token id 0, and attention gives zeros for them.
 """

@@ -24,6 +24,9 @@ from raycache.wire.plan import StepPlan
 
 _SIZES = (16, 32, 64, 128, 256)
 
+MOST_TOKENS = _SIZES[-1]
+"""Most tokens of a step that is recorded."""
+
 
 def short_sizes(most: int) -> list[int]:
     """Numbers of tokens to record, up to `most`, those of a step."""

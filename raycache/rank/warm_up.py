@@ -10,6 +10,7 @@ a step needs follows from its rows, so the steps below have all kinds of rows th
     drafts      rows with every number of draft tokens, and draft tokens for the next row
     samplers    every filter and penalty, masks, log-probabilities, scored prompts
     graphs      every recorded batch size; and of all these the short ones again, in recorded pieces
+    short       every number of tokens for which steps are recorded as a whole
 
 All rows use the first page, read the first state and write the second, which are cleared before each step: results are
 meaningless but finite. No row reads what another one writes, so all rows of a step run at once (attention/states.py).
@@ -35,6 +36,7 @@ from raycache.rank.compilations import Compilations
 from raycache.rank.peak import Largest
 from raycache.rank.pieces import LONGEST
 from raycache.rank.rank import Rank
+from raycache.rank.short_steps import short_sizes
 from raycache.types import MAX_TOP_LOGPROBS, PackedTokens, SamplingParams
 from raycache.wire.plan import UNKNOWN, Admit, Row, StepPlan
 
@@ -126,9 +128,10 @@ def eager_steps(deployment: Deployment) -> Iterator[WarmUpStep]:
 
 
 def recorded_steps(deployment: Deployment, *, sizes: Sequence[int]) -> Iterator[WarmUpStep]:
-    """Decode steps of recorded batch sizes, in rows."""
+    """Decode steps of recorded batch sizes, in rows, and short steps of recorded numbers of tokens."""
     make = _Maker(Largest.of(deployment), deployment)
-    yield from (WarmUpStep("graphs", plan) for plan in make.replays(sizes))
+    for kind, plans in (("graphs", make.replays(sizes)), ("short", make.short())):
+        yield from (WarmUpStep(kind, plan) for plan in plans)
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,11 @@ class _Maker:
             yield self._plan(
                 [self._checking(slot, count) if count else self._row(slot, start, 1) for slot, count in enumerate(each)]
             )
+
+    def short(self) -> Iterator[StepPlan]:
+        """A chunk behind a cached page, of each number of tokens that is recorded."""
+        for size in short_sizes(self.largest.tokens):
+            yield self._plan([self._row(0, self.largest.page_size, size)])
 
     @property
     def _has_states(self) -> bool:

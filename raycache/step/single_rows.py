@@ -28,9 +28,11 @@ def in_single_rows(plan: StepPlan) -> StepPlan:
 
 
 def is_decode(plan: StepPlan, *, has_states: bool) -> bool:
-    """Whether every row is one known token, with drafts behind it unless the model has recurrent states."""
+    """Whether every row emits its one token, with drafts behind it unless the model has recurrent states."""
     return all(
-        row.num_tokens == 1 or (row.first_sampled == 0 and row.num_drafts > 0 and not row.targets and not has_states)
+        row.output_position >= 0 or row.targets
+        if row.num_tokens == 1
+        else row.first_sampled == 0 and row.num_drafts > 0 and not row.targets and not has_states
         for row in plan.rows
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycache.attention.query_tiles import QueryTiles, TileRow
 from raycache.step.inputs import Pages
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +76,7 @@ def drawn(*shape: int) -> Tensor:
     ],
 )
 def test_rows_of_any_length_replayed(heads: tuple[int, int], dim: int, page: int, window: int, has_sinks: bool) -> None:
-    from raycache.attention.short_kernels import QueryTiles, TileRow, attend
+    from raycache.attention.short_kernels import attend
 
     torch.manual_seed(0)
     buffer = torch.full((64 << 20,), 255, dtype=torch.uint8, device="cuda")  # no numbers
@@ -83,7 +84,7 @@ def test_rows_of_any_length_replayed(heads: tuple[int, int], dim: int, page: int
         NUM_TOKENS,
         max_pages=40_000 // page,
         group=heads[0] // heads[1],
-        num_key_heads=heads[1],
+        num_programs=264 // heads[1],
         window=window,
         buffer=buffer,
     )
