@@ -190,11 +190,15 @@ def results_of(service: Service, split: Split, *, is_recorded: bool) -> list[lis
     return [read_results(plan, [found[i] for found in of_cp]) for i, (plan, _) in enumerate(service.steps)]
 
 
-def check(service: Service, found: list[list[RowResult]]) -> None:
+def check_results(service: Service, found: list[list[RowResult]]) -> None:
     for (plan, wanted), results in zip(service.steps, found, strict=True):
         assert [(one.tokens, one.next_drafts) for one in results] == [
             (one.tokens, one.next_drafts) for one in wanted
         ], plan
+
+
+def check(service: Service, found: list[list[RowResult]]) -> None:
+    check_results(service, found)
     assert min(service.kinds[kind] for kind in ("fed", "checked", "some draft", "beside prompts", "drafts")) > 0
 
 
@@ -222,3 +226,15 @@ def test_recorded_steps_give_the_same(
     service = Service.of(pair.target, pair.draft, monkeypatch)
     check(service, results_of(service, split, is_recorded=True))
     assert replays["target"] > 20 and replays["draft"] > replays["target"]
+
+
+def test_a_row_that_emits_nothing_makes_no_decode_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of one token of a prompt, beside rows that generate: there is room for no more in the step."""
+    monkeypatch.setitem(SETTINGS, "max_step_tokens", 3)
+    monkeypatch.setitem(SETTINGS, "max_running", 3)
+    pair = PAIRS["eagle3 of llama"](tmp_path)
+    service = Service.of(pair.target, pair.draft, monkeypatch)
+    rows = [plan.rows for plan, _ in service.steps if all(row.num_tokens == 1 for row in plan.rows)]
+    assert any(len({row.output_position < 0 for row in some}) == 2 for some in rows)
+    found = results_of(service, Split(cp=2), is_recorded=False)
+    check_results(service, found)
