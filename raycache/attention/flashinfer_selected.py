@@ -199,8 +199,9 @@ def _attend_slots(
     plain, rotary = q.split([q.shape[2] - view.rope_dim, view.rope_dim], dim=2)
     absorbed = torch.cat([torch.einsum("nhd,hdr->nhr", plain, projection.key), rotary], dim=2)
     keys = torch.cat(view.take(slots.clamp_min(0).flatten(), dtype=wide(q.dtype)), dim=1).unflatten(0, slots.shape)
-    scores = torch.einsum("nhd,nkd->nhk", absorbed.to(keys.dtype), keys) * scale
     is_behind = torch.arange(slots.shape[1], device=q.device) >= lengths[:, None]
+    keys.masked_fill_(is_behind[..., None], 0)  # padding reads the first slot, which may hold anything
+    scores = torch.einsum("nhd,nkd->nhk", absorbed.to(keys.dtype), keys) * scale
     scores.masked_fill_(is_behind[:, None], float("-inf"))
     lse = scores.logsumexp(-1)
     # For queries without keys on this rank all weights are NaN.

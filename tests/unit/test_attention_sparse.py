@@ -5,6 +5,9 @@ Scores are small whole numbers, exact in every dtype, so that equal scores are c
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend, AttentionStep, LatentProjection
+from raycache.attention.flashinfer_selected import _attend_slots
 from raycache.attention.sparse import best_first_come, index_scores
 from raycache.memory.component import FULL, index_keys, latent
 from tests.oracle.attention import (
@@ -84,6 +88,8 @@ class Sequences:
             outs = []
             for layer in layers:
                 view = seat.pool.latent(layer)
+                for rows in view.pages:
+                    rows.fill_(float("nan"))
                 seat.fill(view.write, self.latent, self.rope, space=FULL)
                 projection = LatentProjection(unit.to(q.device), unit.to(q.device))
                 outs.append(step.attend_latent(view, q, c, r, projection, scale=0.3, selection=selection))
@@ -151,3 +157,22 @@ def test_negative_zero_equals_zero(scores: list[float], data: st.DataObject) -> 
 def test_a_score_that_is_no_number_is_chosen_last() -> None:
     q, k, weights = torch.ones(1, 1, 1), torch.tensor([[1.0], [float("nan")], [-1.0]]), torch.ones(1, 1)
     assert index_scores(q, k, weights).tolist() == [[1.0, float("-inf"), 0.0]]
+
+
+def test_padding_of_chosen_slots_changes_nothing() -> None:
+    """It stands for the first slot, which may hold anything."""
+    rows = torch.randn(40, RANK + ROPE, dtype=torch.float64)
+    rows[0] = torch.nan
+    view: Any = SimpleNamespace(rank=RANK, rope_dim=ROPE, take=lambda slots, dtype: rows[slots].split([RANK, ROPE], 1))
+    unit = torch.eye(RANK, dtype=torch.float64).expand(2, -1, -1)
+    q, slots = (
+        torch.randn(3, 2, RANK + ROPE, dtype=torch.float64),
+        torch.tensor([[3, 4, -1], [5, -1, -1], [-1, -1, -1]]),
+    )
+    lengths = torch.tensor([2, 1, 0])
+    out, lse = _attend_slots(view, q, LatentProjection(unit, unit), slots, lengths, scale=0.3)
+    for i, length in enumerate(lengths.tolist()):
+        keys = rows[slots[i, :length]]
+        scores = 0.3 * q[i] @ keys.T
+        torch.testing.assert_close(lse[i], scores.logsumexp(-1))
+        torch.testing.assert_close(out[i], scores.softmax(-1) @ keys[:, :RANK] if length else torch.zeros_like(out[i]))
