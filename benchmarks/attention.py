@@ -50,6 +50,9 @@ CHOSEN = 2048
 
 Run = Callable[[], object]
 
+Figures = dict[str, dict[str, float]]
+"""What is measured -> figure -> value."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -285,24 +288,23 @@ def pairs(rows: list[tuple[int, int]]) -> int:
     return sum(count * start + count * (count + 1) // 2 for start, count in rows)
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--only", default="", help="what names of figures contain, such as 'heads of 512'")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    ceilings = Ceilings.measure(DEVICE, torch.bfloat16)
-    print(f"{torch.cuda.get_device_name()}: {ceilings.describe()}")
-    figures: dict[str, dict[str, float]] = {"ceilings": vars(ceilings)}
+def latent_figures(_: Ceilings, *, only: str, repeats: int) -> Figures:
+    """Decode steps over all latents."""
+    figures: Figures = {}
     for heads, rows, length in ((16, 32, 8192), (128, 32, 8192), (16, 1, 8192)):
-        if args.only not in (name := f"latent decode, {rows} x {length}, {heads} heads"):
+        if only not in (name := f"latent decode, {rows} x {length}, {heads} heads"):
             continue
-        found = latent_decode(heads, rows=rows, length=length, repeats=args.repeats)
+        found = latent_decode(heads, rows=rows, length=length, repeats=repeats)
         found["GB/s"] = rows * length * (RANK + ROPE) * 2 / found["kernel"] / 1e3
         found["backend / bare"] = found["backend"] / found["bare"]
-        found["backend, FP8"] = latent_decode_fp8(heads, rows=rows, length=length, repeats=args.repeats)
+        found["backend, FP8"] = latent_decode_fp8(heads, rows=rows, length=length, repeats=repeats)
         figures[name] = found
+    return figures
+
+
+def kv_figures(ceilings: Ceilings, *, only: str, repeats: int) -> Figures:
+    """Decode steps over keys and values."""
+    figures: Figures = {}
     for (heads, keys), dim, rows, length in (
         ((32, 8), 128, 64, 4096),
         ((32, 8), 128, 64, 1024),
@@ -311,12 +313,18 @@ def main() -> None:
         ((16, 2), 512, 32, 8192),
         ((16, 2), 512, 1, 8192),
     ):
-        if args.only not in (name := f"decode, {rows} x {length}, {heads} / {keys} heads of {dim}"):
+        if only not in (name := f"decode, {rows} x {length}, {heads} / {keys} heads of {dim}"):
             continue
-        found = kv_decode(heads=(heads, keys), dim=dim, rows=rows, length=length, repeats=args.repeats)
+        found = kv_decode(heads=(heads, keys), dim=dim, rows=rows, length=length, repeats=repeats)
         found["GB/s"] = rows * length * keys * dim * 2 * 2 / found["backend"] / 1e3
         found["of the copy"] = found["GB/s"] * 1e9 / ceilings.copy_bytes_s
         figures[name] = found
+    return figures
+
+
+def prefill_figures(ceilings: Ceilings, *, only: str, repeats: int) -> Figures:
+    """Chunks of prompts."""
+    figures: Figures = {}
     full = kv("kv", [0], heads=8, dim=128, fmt=FMT)
     wide = kv("kv", [0], heads=2, dim=512, fmt=FMT)
     mla = latent([0], rank=RANK, rope_dim=ROPE, fmt=FMT)
@@ -328,29 +336,51 @@ def main() -> None:
         ("prefill 8192, latents, 16 heads", mla, 16, 192, 128, [(0, 8192)]),
         ("prefill 2048 behind 30720, latents, 16 heads", mla, 16, 192, 128, [(30720, 2048)]),
     ):
-        if args.only not in name:
+        if only not in name:
             continue
-        us = prefill(component, batch, heads=heads, dim=dim, repeats=args.repeats)["backend"]
+        us = prefill(component, batch, heads=heads, dim=dim, repeats=repeats)["backend"]
         flops = 2 * pairs(batch) * heads * (dim + value_dim) / us * 1e6
         figures[name] = {"backend": us, "TFLOP/s": flops / 1e12, "of the product": flops / ceilings.matmul_flops}
+    return figures
+
+
+def chosen_figures(ceilings: Ceilings, *, only: str, repeats: int) -> Figures:
+    """Latents that an indexer has selected, in chunks and in decode steps."""
+    figures: Figures = {}
+    mla = latent([0], rank=RANK, rope_dim=ROPE, fmt=FMT)
     for heads, batch in ((16, [(30720, 2048)]), (128, [(30720, 2048)]), (16, [(30720, 1)] * 64)):
         count = sum(tokens for _, tokens in batch)
-        if args.only not in (name := f"{count} queries of {CHOSEN} chosen latents, {heads} heads"):
+        if only not in (name := f"{count} queries of {CHOSEN} chosen latents, {heads} heads"):
             continue
-        found = prefill(mla, batch, heads=heads, dim=PLAIN + ROPE, repeats=args.repeats, top_k=CHOSEN)
+        found = prefill(mla, batch, heads=heads, dim=PLAIN + ROPE, repeats=repeats, top_k=CHOSEN)
         us = found["backend"]
         figures[name] = found | {
             "GB/s": count * CHOSEN * (RANK + ROPE) * 2 / us / 1e3,
             "TFLOP/s": 2 * count * CHOSEN * heads * (2 * RANK + ROPE) / us / 1e6,
         }
     for heads, rows, chosen in ((16, 64, 2048), (128, 64, 2048), (16, 64, 1024), (128, 64, 1024), (16, 1, 2048)):
-        if args.only not in (name := f"decode, {rows} x {chosen} of 8192 latents, {heads} heads"):
+        if only not in (name := f"decode, {rows} x {chosen} of 8192 latents, {heads} heads"):
             continue
-        found = selected_decode(heads, rows=rows, length=8192, chosen=chosen, repeats=args.repeats)
+        found = selected_decode(heads, rows=rows, length=8192, chosen=chosen, repeats=repeats)
         for fmt, token_bytes in (("", 2 * (RANK + ROPE)), (", FP8", RANK + 2 * ROPE + RANK // 32)):
             rate = rows * chosen * token_bytes / found["kernel" + fmt] * 1e6
             found |= {"GB/s" + fmt: rate / 1e9, "of the copy" + fmt: rate / ceilings.copy_bytes_s}
         figures[name] = found
+    return figures
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", default="", help="what names of figures contain, such as 'heads of 512'")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    ceilings = Ceilings.measure(DEVICE, torch.bfloat16)
+    print(f"{torch.cuda.get_device_name()}: {ceilings.describe()}")
+    figures: Figures = {"ceilings": vars(ceilings)}
+    for make in (latent_figures, kv_figures, prefill_figures, chosen_figures):
+        figures |= make(ceilings, only=args.only, repeats=args.repeats)
     for name, found in list(figures.items())[1:]:
         print(f"{name:48}" + "  ".join(f"{key} {value:,.{1 if value > 10 else 3}f}" for key, value in found.items()))
     if args.json:

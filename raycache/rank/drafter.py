@@ -191,6 +191,11 @@ class Drafter:
     graphs: DraftGraphs | None = None
     _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> (position, tokens)
 
+    @property
+    def _drafts_for_all(self) -> bool:
+        """Whether every cp rank drafts for all rows, with its share of the weights."""
+        return self.decode_model is not None
+
     def forget(self, slot: int) -> None:
         """Forget the missed tokens of a slot that gets a new request."""
         self._missed.pop(slot, None)
@@ -211,7 +216,7 @@ class Drafter:
         emitted = self._follow(step, gathered)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
         starts = self._starts(plan, rows, _by_position(plan, sampled.wait()))
-        here = slice(cp.rank, None, cp.size) if self.decode_model is None else slice(None)  # rows to draft for
+        here = slice(None) if self._drafts_for_all else slice(cp.rank, None, cp.size)  # rows to draft for
         mine = starts[here]
         drafted: list[Tensor] = []  # one per pass; sequences with fewer draft tokens come last
         if self.model.num_features:
@@ -227,7 +232,7 @@ class Drafter:
             found, likeliest = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
             ids = self._choose(found, mine[:count], turn, row_of, likeliest=likeliest)
             drafted.append(ids)
-        emits = range(len(mine)) if self.decode_model is None else range(cp.rank, len(mine), cp.size)
+        emits = range(cp.rank, len(mine), cp.size) if self._drafts_for_all else range(len(mine))
         order = [(turn, i) for i in emits for turn in range(mine[i].row.num_next_drafts)]
         return torch.cat([step.tokens[:0], *(drafted[turn][i : i + 1] for turn, i in order)])
 
@@ -379,7 +384,7 @@ class Drafter:
             self.windows,
             page_size=self.pool.page_size,
             ctx=self.ctx,
-            has_all_tokens=self.decode_model is not None,
+            has_all_tokens=self._drafts_for_all,
         )
         return self._run(ids, features, inputs), None
 
@@ -413,7 +418,7 @@ class Drafter:
         rows = [row_of(start.row, start.num_accepted + 1 + turn) for start in starts]
         if likeliest is not None and all(row.is_plain for row in rows):
             return likeliest.clone()  # the next pass overwrites it
-        model = self._model(has_all_tokens=self.decode_model is not None)
+        model = self._model(has_all_tokens=self._drafts_for_all)
         return sample(model.logits(found).nan_to_num(), rows)
 
 
