@@ -1,17 +1,18 @@
 """The engine actor: owns the decider of one replica and its gangs.
 
-One thread runs the engine. The actor's methods only write to its inbox and read from its outbox, so that callers and
-steps never wait for each other.
+One thread runs the engine. Requests and outputs come and go over a connection (connection.py), whose threads only
+write to the inbox and read from the outbox, so that front end and steps never wait for each other; all else are calls.
 
 Ranks are started before this process imports torch and reads the model, so that their imports go on at the same time.
 
-    submit, cancel -> inbox -> [ engine thread: step, step, ... ] -> outbox -> poll
+    requests, cancels -> inbox -> [ engine thread: step, step, ... ] -> outbox -> outputs
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,10 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from actors.answers import ActorLostError
 from actors.arena import Arenas
+from actors.connection import Address, Listener
 from actors.gangs import Gangs
-from actors.inlined import joined
 from actors.located import located
 from actors.placement import Placement
 from raycache.config import Config
@@ -39,6 +39,12 @@ _log = logging.getLogger(__name__)
 
 Message = tuple[str, RequestOutput | RayCacheError | str]
 """(request id, increment or error), or ("", log line for the operator)."""
+
+FrontMessage = GenerateRequest | str
+"""A request to run, or the id of one to cancel."""
+
+HEARTBEAT_S = 5.0
+"""After which an empty list of messages is sent."""
 
 T = TypeVar("T")
 
@@ -69,6 +75,8 @@ class EngineActor:
         self._is_stopping = False
         self._progress = ("starting the engine", 0.0)
         self._engine: Engine | None = None
+        self._listener = Listener(ray.util.get_node_ip_address(), self._receive)
+        threading.Thread(target=self._deliver, name="outbox", daemon=True).start()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._thread.start()
 
@@ -128,41 +136,15 @@ class EngineActor:
         answer = self._between_steps(lambda engine: engine.admin(command))
         return _within(answer, timeout_s=self._config.rank_timeout_s + command.timeout_s)
 
-    @ray.method(concurrency_group="submit")
-    def submit(self, rest: GenerateRequest, *parts: bytes) -> None:
-        """Queue a request, given as `inlined` returns it; its output is polled."""
-        request = joined(rest, parts)
+    @ray.method(concurrency_group="ask")
+    def address(self) -> Address:
+        """Where the front end sends requests, and receives outputs."""
+        return self._listener.address
 
-        def add() -> None:
-            try:
-                self._ready().add(request)
-            except RayCacheError as cause:
-                self._put([(request.request_id, cause)])
-
-        self._post(add)
-
-    @ray.method(concurrency_group="submit")
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request; its pages are freed in the next step."""
-        self._post(lambda: self._ready().cancel(request_id))
-
-    @ray.method(concurrency_group="poll")
-    def poll(self, timeout_s: float) -> list[Message]:
-        """Messages since the last poll; waits for at least one.
-
-        Args:
-            timeout_s: after which an empty list is returned.
-        Raises:
-            EngineStoppedError: the engine has ended for good; an ActorLostError if another engine could take over.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._outbox or self._failure, timeout_s)
-            messages, self._outbox = self._outbox, []
-        if not messages and isinstance(self._failure, ActorLostError):
-            raise self._failure  # another engine may succeed
-        if not messages and self._failure is not None:
-            raise EngineStoppedError(str(self._failure))
-        return messages
+    @ray.method(concurrency_group="watch")
+    def sleep(self, seconds: float) -> None:
+        """Wait; a caller learns from Ray if the actor ends meanwhile."""
+        time.sleep(seconds)
 
     @ray.method(concurrency_group="ask")
     def stop(self, timeout_s: float) -> None:
@@ -197,6 +179,25 @@ class EngineActor:
             self._inbox.append(work)
             self._changed.notify_all()
 
+    # --- the connection's threads -------------------------------------------------------------------------------------
+
+    def _receive(self, message: FrontMessage) -> None:
+        match message:
+            case str():
+                self._post(lambda: self._ready().cancel(message))
+            case GenerateRequest():
+                self._post(lambda: self._add(message))
+
+    def _deliver(self) -> None:
+        """Send what is in the outbox, and last why the engine has ended."""
+        failure = None
+        while failure is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outbox or self._failure, HEARTBEAT_S)
+                messages, self._outbox, failure = self._outbox, [], self._failure
+            self._listener.send(messages)
+        self._listener.send(failure)
+
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
@@ -209,7 +210,7 @@ class EngineActor:
                 self._turn(engine)
         except RayCacheError as cause:
             failure = cause
-        except Exception as cause:  # last resort of the thread: pollers must be told
+        except Exception as cause:  # last resort of the thread: the front end must be told
             _log.exception("the engine failed")
             failure = EngineStoppedError(f"{type(cause).__name__}: {cause}")
         with self._changed:
@@ -264,6 +265,12 @@ class EngineActor:
         if outputs:
             self._gangs.note_step()
             self._put([(output.request_id, output) for output in outputs])
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._ready().add(request)
+        except RayCacheError as cause:
+            self._put([(request.request_id, cause)])
 
     def _note_progress(self, phase: str, share: float) -> None:
         if self._is_stopping:

@@ -1,10 +1,10 @@
 """The engine actor as the HTTP server sees it: an `AsyncEngine` that outlives the actor and the nodes of its ranks.
 
-One task polls the actor and dispatches its messages to open requests, so that a step costs one call, not one per
-request. When the actor dies, its supervisor starts another, which continues all open requests after the tokens that
+One task receives the actor's messages and dispatches them to open requests, so that a step costs one message, not one
+per request. When the actor dies, its supervisor starts another, which continues all open requests after the tokens that
 their clients already have; clients see only a pause.
 
-    generate -> Streams -> submit -> EngineActor -> poll -> Streams -> client
+    generate -> Streams -> submit -> EngineActor -> receive -> Streams -> client
                    ` - - - - - - -> the next one, when it died
 """
 
@@ -116,7 +116,7 @@ class RayEngine:
         Raises:
             EngineStoppedError: the engine has ended for good.
         """
-        # Shielded: a cancelled wait here must not cancel the polling.
+        # Shielded: a cancelled wait here must not cancel the receiving.
         await asyncio.shield(self._start_tasks())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -143,17 +143,17 @@ class RayEngine:
         self._supervisor.stop()
 
     def _start_tasks(self) -> asyncio.Task[None]:
-        """Start polling and watching nodes; returns the polling task."""
+        """Start receiving and watching nodes; returns the receiving task."""
         if not self._tasks or self._tasks[0].done():
             loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(self._poll()), loop.create_task(self._nodes.run())]
-            self._tasks[0].add_done_callback(self._on_polling_over)
+            self._tasks = [loop.create_task(self._receive()), loop.create_task(self._nodes.run())]
+            self._tasks[0].add_done_callback(self._on_receiving_over)
         return self._tasks[0]
 
-    async def _poll(self) -> None:
+    async def _receive(self) -> None:
         while True:
             try:
-                messages = await self._supervisor.engine.poll()
+                messages = await self._supervisor.engine.receive()
             except ActorLostError as error:
                 if self._is_stopping:
                     raise
@@ -194,8 +194,8 @@ class RayEngine:
         for request in self.streams.resume():
             self._supervisor.engine.submit(request)
 
-    def _on_polling_over(self, task: asyncio.Task[None]) -> None:
-        """Fail all open requests once polling has ended for any reason."""
+    def _on_receiving_over(self, task: asyncio.Task[None]) -> None:
+        """Fail all open requests once receiving has ended for any reason."""
         self._tasks[1].cancel()
         error = None if task.cancelled() else task.exception()
         self.streams.fail(EngineStoppedError(str(error or "the server is stopping")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
@@ -10,16 +11,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, answer, answer_now
 from actors.arena import Arenas
-from actors.engine import EngineActor, Message
-from actors.inlined import inlined
+from actors.connection import Connection
+from actors.engine import HEARTBEAT_S, EngineActor, Message
 from actors.placement import Placement
 from raycache.config import Config
+from raycache.errors import EngineStoppedError, RayCacheError
 from raycache.types import CacheAction, CacheCommand, GenerateRequest
 
 STOP_TIMEOUT_S = 15.0
-_POLL_TIMEOUT_S = 5.0
+_WATCH_S = 5.0
+"""Length of a call that only tells whether the actor lives."""
 _ANSWER_TIMEOUT_S = 60.0
 """For any reply; the actor has threads that do not wait for a step."""
+_SILENT_S = HEARTBEAT_S + _ANSWER_TIMEOUT_S
+"""After which a connection without messages counts as broken."""
 _ENGINE = "the engine actor"
 
 
@@ -37,34 +42,51 @@ class EngineHandle:
     ) -> None:
         self.placement = placement
         options: dict[str, Any] = {
-            # Submits and cancels stay in order; polls and queries do not wait for each other.
-            "concurrency_groups": {"submit": 1, "poll": 1, "ask": 3, "admin": 1, "flush": 2},
+            "concurrency_groups": {"watch": 1, "ask": 3, "admin": 1, "flush": 2},
             # On the node of rank 0: its arena holds the catalog of the host tier.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.nodes[0], soft=False),
-            # Otherwise Ray's GCS collects an event per call, that is, at least one per step.
-            "enable_task_events": False,
+            "enable_task_events": False,  # the watch makes a call every few seconds
         }
         kind: Any = ray.remote(num_cpus=0, max_restarts=0, **options)(EngineActor)
         self._actor = kind.remote(config, device, placement, arenas=arenas, epoch=epoch, replica=replica)
+        self._connection = Connection()
+        self._watching: asyncio.Task[None] | None = None
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request; `poll` returns its output."""
-        rest, parts = inlined(request)
-        self._actor.submit.remote(rest, *parts)
+        """Send a request; `receive` returns its output."""
+        self._connection.send(request)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request."""
-        self._actor.cancel.remote(request_id)
+        """Cancel a request; its pages are freed in the next step."""
+        self._connection.send(request_id)
 
-    async def poll(self) -> list[Message]:
-        """Return new messages; waits up to a few seconds for the first one.
+    async def receive(self) -> list[Message]:
+        """Return new messages; waits up to a few seconds for the first one. For one task, in one event loop.
 
         Raises:
             ActorLostError: the engine died or does not respond.
             RayCacheError: the engine has failed permanently.
         """
-        messages: list[Message] = await self.ask("poll", _POLL_TIMEOUT_S)
-        return messages
+        try:
+            if not self._connection.is_open:
+                await self._connect()
+            received: list[Message] | RayCacheError = await self._connection.receive(
+                timeout_s=HEARTBEAT_S + _ANSWER_TIMEOUT_S
+            )
+        except OSError as cause:
+            self._disconnect()
+            await self.ask("progress")  # says more, if the actor died
+            raise ActorLostError(
+                f"the connection to {_ENGINE} broke: {cause or 'nothing came for too long'}"
+            ) from cause
+        except BaseException:
+            self._disconnect()
+            raise
+        if isinstance(received, ActorLostError):
+            raise received  # another engine may succeed
+        if isinstance(received, RayCacheError):
+            raise EngineStoppedError(str(received))
+        return received
 
     async def admin(self, command: CacheCommand) -> dict[str, Any]:
         """Carry out the decider's part of an operator's command; a flush does not delay other commands."""
@@ -99,3 +121,20 @@ class EngineHandle:
     def kill(self) -> None:
         """Kill the engine; Ray then ends its ranks."""
         ray.kill(self._actor)
+
+    async def _connect(self) -> None:
+        await self._connection.open(await self.ask("address"))
+        self._watching = asyncio.create_task(self._watch())
+
+    def _disconnect(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self._connection.close()
+
+    async def _watch(self) -> None:
+        """Let `receive` fail once the actor has; a lost node closes no connection."""
+        try:
+            while True:
+                await self.ask("sleep", _WATCH_S)
+        except RayCacheError as error:
+            self._connection.fail(error)

@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 
 
 class NodeWatch:
-    """Stops an engine when a node of its ranks is lost or drains; the engine's poller then has it replaced.
+    """Stops an engine when a node of its ranks is lost or drains; its front end then has it replaced.
 
     Args:
         drain_timeout_s: limit for saving the cache before leaving a draining node.
