@@ -80,16 +80,17 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
-            front, _ = self._server.accept()
+            front, (peer, *_) = self._server.accept()
             # A thread per connection, so that one that says nothing delays no other.
-            threading.Thread(target=self._serve, args=(front,), name="front end", daemon=True).start()
+            threading.Thread(target=self._serve, args=(front, peer), name="front end", daemon=True).start()
 
-    def _serve(self, front: socket.socket) -> None:
+    def _serve(self, front: socket.socket, peer: str) -> None:
         try:
             front.settimeout(_HANDSHAKE_S)
             front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with front.makefile("rb") as received:
                 if not self._is_ours(front, received):
+                    _log.warning("refused a connection from %s, which does not know the key", peer)
                     return
                 front.settimeout(None)
                 self._take(front)
@@ -97,7 +98,7 @@ class Listener:
                     length = int.from_bytes(_exactly(received, _LENGTH_BYTES), "little")
                     self._on_message(pickle.loads(_exactly(received, length)))
         except OSError as cause:  # EOF, too
-            _log.info("the connection to %s has ended: %s", front.getsockname()[0], cause)
+            _log.info("the connection from %s has ended: %s", peer, cause)
         finally:
             self._drop(front)
 
@@ -114,7 +115,6 @@ class Listener:
         front.sendall(mine)
         theirs = _exactly(received, _KEY_BYTES)
         if not hmac.compare_digest(_exactly(received, _KEY_BYTES), _digest(self.address.key, b"front", mine)):
-            _log.warning("refused a connection from %s, which does not know the key", front.getpeername()[0])
             return False
         front.sendall(_digest(self.address.key, b"engine", theirs))
         return True

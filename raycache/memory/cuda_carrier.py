@@ -250,7 +250,7 @@ class CudaCarrier:
                 if name in units
                 for part in _parts(len(units[name]), stages[0].num_units)
             ]
-            waiting += turn.layers if turn is not self._turns[-1] else ()
+            waiting += turn.layers
             if of_turn:
                 of_turn[-1] = of_turn[-1]._replace(layers=waiting)
                 waiting = []

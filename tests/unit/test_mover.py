@@ -7,12 +7,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from raycache.memory import carriers
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import CacheFormat, kv
 from raycache.memory.mover import Loading, Mover
@@ -179,34 +182,45 @@ def test_a_move_that_cannot_be_done_is_posted_as_failed_and_hangs_nobody(
     ranks.movers[0].wait_saved(3)
 
 
-def test_a_layer_is_released_before_the_next_is_there_and_the_last_after_the_post(tmp_path: Path) -> None:
+def test_a_layer_is_released_before_the_next_is_there_and_before_the_post(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = range(4)
     ranks = Hosted(tmp_path / "arena", [kv("kv", layers, heads=1, dim=8, fmt=CacheFormat("float32"))], Split())
     ranks.fill(whole_model(ranks.components, seed=7))
     ranks.save(1, UNITS[:5])
-    may_end, passed, posts = threading.Event(), list[int](), list[tuple[str, int, bool]]()
+    may_copy, may_post, passed, posts = threading.Event(), threading.Event(), list[int](), list[tuple[str, int, bool]]()
+
+    copy, turns = carriers.copy_runs, count()
+
+    def copy_runs(*given: Any) -> None:
+        if next(turns) == layers[-1]:
+            may_copy.wait(timeout=20)
+        copy(*given)
 
     def hold(lane: str, number: int, has_failed: bool) -> None:
+        may_post.wait(timeout=20)
         posts.append((lane, number, has_failed))
-        may_end.wait(timeout=20)
-
-    mover = Mover(ranks.pools[0], ranks.arena, ranks.layout, rank=0, post=hold)
 
     def forward() -> None:
         for layer in layers:
             ranks.pools[0].kv(layer)
             passed.append(layer)
 
+    monkeypatch.setattr(carriers, "copy_runs", copy_runs)
+    mover = Mover(ranks.pools[0], ranks.arena, ranks.layout, rank=0, post=hold)
     wipe(ranks)
     mover.load(Moves.of(1, UNITS[:5]))
     step = threading.Thread(target=forward)
     step.start()
     step.join(timeout=0.3)
-    assert passed == [0, 1, 2], "all but the last layer, whose load is not posted"
-    may_end.set()
+    assert passed == [0, 1, 2], "all but the last layer, which is not copied"
+    may_copy.set()
     step.join(timeout=20)
-    assert passed == [0, 1, 2, 3] and posts == [("load", 1, False)]
+    assert passed == [0, 1, 2, 3] and not posts
+    may_post.set()
     mover.close()
+    assert posts == [("load", 1, False)]
     ranks.close()
 
 
