@@ -74,7 +74,7 @@ class Service:
         with monkeypatch.context() as patched:
             patched.setattr(DraftStep, "wanted", wanted)
             patched.setattr(Rank, "finish", noted)
-            with open_llm(target, draft=draft, **SETTINGS) as llm:
+            with open_llm(target, draft=draft, device="cpu", **SETTINGS) as llm:
                 for _ in range(2):
                     llm.generate(PROMPTS, SAMPLINGS)
                 assert llm.stats().cached_tokens > 0
