@@ -22,6 +22,8 @@ PackedTokens = bytes | bytearray
 
 def packed(tokens: Sequence[int]) -> bytes:
     """Pack token ids; those of an `array("i")` are copied as they are."""
+    if isinstance(tokens, array) and tokens.typecode == "i":
+        return tokens.tobytes()
     return array("i", tokens).tobytes()
 
 

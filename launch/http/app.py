@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from raycache.api.engine import AsyncEngine
 from raycache.api.grammar_checker import GrammarChecker
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
-from raycache.api.prompt_ids import parse_completion_json
+from raycache.api.prompt_ids import CompletionReader
 from raycache.api.run import AnswerForm, answer, answer_stream, failure_event, with_pings
 from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.api.tokenizer import Tokenizer
@@ -190,10 +190,15 @@ class _Api:
         return json_response(self._model_card())
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionBody)
+        reader = CompletionReader()
+        async with self.bodies.receive(request, reader.feed):
+            # Of token ids, only digests of their pages take long.
+            size = reader.num_bytes if self._info.chained_weights else reader.num_text_bytes
+            return await self._generate(request, lambda: parse_body(CompletionBody, reader.values()), size=size)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, ChatBody)
+        async with self.bodies.read(request) as raw:
+            return await self._generate(request, lambda: parse_body(ChatBody, parse_json(raw)), size=len(raw))
 
     async def health(self, request: Request) -> Response:
         try:
@@ -241,10 +246,12 @@ class _Api:
             case ChatBody():
                 return prepare_chat(body, self._served, cuts_max_tokens=cuts_max_tokens)
 
-    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
-        async with self.bodies.read(request) as raw:
-            generation = await compute(lambda: self._prepared(owned(_parse(kind, raw), request)), size=len(raw))
-            return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
+    async def _generate(
+        self, request: Request, parse: Callable[[], CompletionBody | ChatBody], *, size: int
+    ) -> Response:
+        """Answer a request; `size`: of the text that `parse` reads, in bytes."""
+        generation = await compute(lambda: self._prepared(owned(parse(), request)), size=size)
+        return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
 
     async def respond(
         self, request: Request, generation: Generation, form: AnswerForm, *, ping: bytes = b""
@@ -385,10 +392,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
-
-
-def _parse(kind: type[CompletionBody] | type[ChatBody], raw: bytes) -> CompletionBody | ChatBody:
-    return parse_body(kind, parse_completion_json(raw) if kind is CompletionBody else parse_json(raw))
 
 
 def _plain(facts: EngineInfo | EngineStats) -> dict[str, Any]:

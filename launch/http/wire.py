@@ -25,6 +25,8 @@ from raycache.observe.logs import REQUEST_ID
 BODY_TIMEOUT_S = 10.0
 LEAST_BYTES_PER_S = 64 * 1024
 """Minimum rate of a body: each byte received extends the timeout by the inverse, so trickling clients are cut off."""
+PART_BYTES = 256 * 1024
+"""Maximum that is passed on at once: what asyncio receives at once."""
 MESSAGES_PATH = "/v1/messages"
 _THREAD_BYTES = 32 * 1024
 _LEAST_BODIES, _SHARE_OF_MEMORY = 64, 1 / 16
@@ -61,64 +63,81 @@ class Bodies:
         Raises:
             ProblemError: as in `read_body`, or the bodies in memory exceed their limit.
         """
+        parts: list[bytes] = []
+        async with self.receive(request, parts.append):
+            yield b"".join(parts)
+
+    @asynccontextmanager
+    async def receive(self, request: Request, take: Callable[[bytes], None]) -> AsyncIterator[None]:
+        """Like `read`, but pass the body on in parts while it arrives; `take` is called as by `receive_body`."""
         held = 0
 
-        def count(num_bytes: int) -> None:
+        def count(part: bytes) -> None:
             nonlocal held
-            if self._used + num_bytes > self._capacity:
+            if self._used + len(part) > self._capacity:
                 text = "the request bodies in memory have reached their limit; try again"
                 raise ProblemError(Problem(503, text, code="busy", headers={"Retry-After": "1"}))
-            held += num_bytes
-            self._used += num_bytes
+            held += len(part)
+            self._used += len(part)
+            take(part)
 
         try:
-            yield await read_body(request, limit=self._limit, timeout_s=self._timeout_s, count=count)
+            await receive_body(request, count, limit=self._limit, timeout_s=self._timeout_s)
+            yield
         finally:
             self._used -= held
 
 
-async def read_body(
+async def read_body(request: Request, *, limit: int, may_be_empty: bool = False) -> bytes:
+    """Read a request's body as `receive_body` does."""
+    parts: list[bytes] = []
+    await receive_body(request, parts.append, limit=limit, may_be_empty=may_be_empty)
+    return b"".join(parts)
+
+
+async def receive_body(
     request: Request,
+    take: Callable[[bytes], None],
     *,
     limit: int,
     timeout_s: float = BODY_TIMEOUT_S,
-    count: Callable[[int], None] = lambda num_bytes: None,
     may_be_empty: bool = False,
-) -> bytes:
-    """Read a request's body.
+) -> None:
+    """Receive a request's body in parts.
 
     Args:
+        take: called with each part, of at most `PART_BYTES`; between two of them, streams have their turn.
         limit: maximum size in bytes.
         may_be_empty: a request without a body needs no Content-Type; only for paths that refuse web pages.
         timeout_s: time limit; each LEAST_BYTES_PER_S received extend it by a second.
-        count: called with the size of each part before it is kept; may raise.
     Raises:
         ProblemError: the Content-Type is not JSON, or the body is too large or too slow.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if may_be_empty and not kind and _has_no_body(request):
-        return b""
+        return
     if kind != "application/json":
         # Also blocks web pages: browsers send this type cross-origin only if the server allows it.
         raise ProblemError(Problem(415, f"send the header Content-Type: application/json, got {kind or 'none'!r}"))
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:
         raise _too_large(limit)
-    parts, size = [], 0
+    size = 0
     begin_s = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout_at(begin_s + timeout_s) as deadline:
-            async for part in request.stream():
-                size += len(part)
+            async for received in request.stream():
+                size += len(received)
                 if size > limit:
                     raise _too_large(limit)
-                count(len(part))
-                parts.append(part)
+                for start in range(0, len(received), PART_BYTES):
+                    if start:
+                        await asyncio.sleep(0)
+                    take(received[start : start + PART_BYTES])
                 deadline.reschedule(begin_s + timeout_s + size / LEAST_BYTES_PER_S)
     except TimeoutError as error:
         text = f"only {size} bytes of the body arrived within {timeout_s:g} s; send it faster"
         raise ProblemError(Problem(408, text, code="body_too_slow")) from error
-    return b"".join(parts)
 
 
 def _has_no_body(request: Request) -> bool:

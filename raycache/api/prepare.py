@@ -20,10 +20,11 @@ from raycache.api.chat_model import ChatModel
 from raycache.api.defaults import Defaults
 from raycache.api.formats.parts import PartsParser
 from raycache.api.output_text import OutputText
+from raycache.api.recent_chains import RecentChains
 from raycache.api.repairs import Repairs
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
-from raycache.cache.keys import Identity, page_chain
+from raycache.cache.keys import Identity
 from raycache.config import Config
 from raycache.errors import PromptTooLongError, RequestError
 from raycache.types import EngineInfo, GenerateRequest, SamplingParams
@@ -100,6 +101,7 @@ class Served:
         defaults: of fields that a request does not set.
         has_priorities: whether cached tokens are evicted by priority.
         repairs: made in chats before they are rendered.
+        chains: digests of the prompts prepared last.
     """
 
     tokenizer: Tokenizer
@@ -109,6 +111,7 @@ class Served:
     defaults: Defaults
     has_priorities: bool = False
     repairs: Repairs = field(default_factory=Repairs)
+    chains: RecentChains = field(default_factory=RecentChains)
 
     @classmethod
     def of(cls, config: Config, *, tokenizer: Tokenizer, info: EngineInfo, defaults: Defaults) -> Served:
@@ -237,7 +240,7 @@ def _choices(
         _check_length(prompt, sampling, info=info, field_name=field_name)
     priority, ttl_s = _retention(body, served)
     affinity = _affinity(body)
-    chains = [_page_chain(prompt, info=info, cache_salt=body.cache_salt) for prompt in arrays]
+    chains = [_page_chain(prompt, served, cache_salt=body.cache_salt) for prompt in arrays]
     per_choice = [_sampling_params(body, sampling, number=number, served=served) for number in range(body.n)]
     choices = []
     for index in range(len(prompts) * body.n):
@@ -304,11 +307,13 @@ def _ids(prompt: Sequence[int], *, info: EngineInfo, field_name: str) -> array[i
     return prompt if isinstance(prompt, array) else array("i", numbers.astype(np.int32).tobytes())
 
 
-def _page_chain(prompt: array[int], *, info: EngineInfo, cache_salt: str) -> bytes:
+def _page_chain(prompt: array[int], served: Served, *, cache_salt: str) -> bytes:
     """Digests of a prompt's pages, made here rather than on the thread that plans steps."""
+    info = served.info
     if not info.chained_weights:
         return b""
-    return page_chain(Identity(info.chained_weights, info.page_size, salt=cache_salt), prompt.tobytes())
+    identity = Identity(info.chained_weights, info.page_size, salt=cache_salt)
+    return served.chains.page_chain(identity, prompt.tobytes())
 
 
 def _check_length(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInfo, field_name: str) -> None:

@@ -152,18 +152,30 @@ async def _run(
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
     """One request. Leaving it before the engine has ended the request cancels it."""
     with ExitStack() as stack:
-        followers: list[Follower] = [stack.enter_context(metrics.watch(choice.request))]
-        contexts = [each(generation, choice) for each in follow]
-        followers += [stack.enter_context(each) for each in contexts if each is not None]
-        async with aclosing(engine.generate(choice.request)) as outputs:
-            async for output in outputs:
-                for follower in followers:
-                    follower.take(output)
-                _raise_if_failed(output, choice)
-                delta = choice.text.push(_without_tokens(output) if generation.is_score_only else output)
-                yield choice, delta
-                if delta.finish_reason is not None and output.finish_reason is None:
-                    return  # a stop string ended it; closing the outputs cancels the request
+        followers: list[Follower] = []
+
+        def begin() -> None:
+            if not followers:
+                followers.append(stack.enter_context(metrics.watch(choice.request)))
+                contexts = [each(generation, choice) for each in follow]
+                followers.extend(stack.enter_context(each) for each in contexts if each is not None)
+
+        # Following begins when the request is with the engine, which does not wait for it.
+        beginning = asyncio.get_running_loop().call_soon(begin)
+        try:
+            async with aclosing(engine.generate(choice.request)) as outputs:
+                async for output in outputs:
+                    begin()
+                    for follower in followers:
+                        follower.take(output)
+                    _raise_if_failed(output, choice)
+                    delta = choice.text.push(_without_tokens(output) if generation.is_score_only else output)
+                    yield choice, delta
+                    if delta.finish_reason is not None and output.finish_reason is None:
+                        return  # a stop string ended it; closing the outputs cancels the request
+        finally:
+            beginning.cancel()
+            begin()  # a request that was refused has followers, too
     if choice.text.finish_reason is None:
         raise RequestFailedError(f"the engine dropped request {choice.request.request_id} before its end")
 

@@ -212,12 +212,12 @@ class Admission:
 
 
 def _admit(run: Run, pages: dict[str, list[int]]) -> Admit:
-    request, prompt_len = run.request, run.request.spec.prompt_len
-    has_penalties = request.spec.sampling.has_penalties
+    request, prompt_len, sampling = run.request, run.request.spec.prompt_len, run.request.spec.sampling
+    has_penalties = sampling.has_penalties
     return Admit(
         slot=run.slot,
         pages=pages,
-        sampling=replace(request.spec.sampling, grammar=""),  # ranks get masks
+        sampling=replace(sampling, grammar="") if sampling.grammar else sampling,  # ranks get masks
         seed=request.spec.seed,
         prompt=request.packed(0, prompt_len) if has_penalties else b"",
         output=request.packed(prompt_len, request.num_tokens) if has_penalties else b"",

@@ -31,6 +31,7 @@ from raycache.types import (
     EngineStats,
     FinishReason,
     GenerateRequest,
+    PackedTokens,
     RequestOutput,
     StreamState,
     packed,
@@ -132,7 +133,7 @@ class Engine:
             PromptTooLongError: it can never run.
             QueueFullError: too many requests are waiting.
         """
-        self._validate(request)
+        prompt, output = self._validated(request)
         if len(self._scheduler.queues.waiting) >= self.info.max_queue:
             self._refused += 1
             raise QueueFullError(self.info.max_queue, self._retry_after_s())
@@ -149,9 +150,8 @@ class Engine:
             max_model_len=self.info.max_model_len,
             use=use,
         )
-        prompt = packed(request.prompt)
         digests = digests_in(request.page_chain, prompt, seed=root, page_size=self._identity.page_size)
-        self._scheduler.add(spec, prompt + packed(request.output), now_s=now_s, digests=digests)
+        self._scheduler.add(spec, prompt + output, now_s=now_s, digests=digests)
 
     def root(self, cache_salt: str) -> bytes:
         """Root digest of a tenant's prefix keys."""
@@ -275,7 +275,7 @@ class Engine:
         if command.kind is CacheAction.INSPECT:
             if not len(command.prompt):
                 raise RequestError("prompt is empty; there is nothing to inspect", field="prompt")
-            _check_ids("prompt", command.prompt, self.info.vocab_size)
+            _checked("prompt", command.prompt, self.info.vocab_size)
         if command.tree is not None:
             survey = Survey(
                 self._scheduler.cache,
@@ -313,7 +313,8 @@ class Engine:
         self._executor.submit(self._scheduler.heartbeat(is_last=True))
         self._executor.close()
 
-    def _validate(self, request: GenerateRequest) -> None:
+    def _validated(self, request: GenerateRequest) -> tuple[PackedTokens, PackedTokens]:
+        """Check a request; returns its prompt and output."""
         vocab, longest = self.info.vocab_size, self.info.max_model_len
         if request.request_id in self._scheduler.queues:
             raise RequestError.id_in_use(request.request_id)
@@ -326,14 +327,15 @@ class Engine:
                 "and --kv-memory",
                 field="prompt",
             )
-        _check_ids("prompt", request.prompt, vocab)
-        _check_ids("output", request.output, vocab)
-        _check_ids("logit_bias", list(request.sampling.logit_bias), vocab)
-        _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab)
+        prompt = _checked("prompt", request.prompt, vocab)
+        output = _checked("output", request.output, vocab)
+        _checked("logit_bias", list(request.sampling.logit_bias), vocab)
+        _checked("stop_token_ids", request.sampling.stop_token_ids, vocab)
         if request.sampling.grammar and not self.info.eos_token_ids:
             raise RequestError("this model names no end token, which a grammar needs", field="grammar")
         if request.timeout_s is not None and not request.timeout_s > 0:
             raise RequestError(f"timeout_s must be above 0, got {request.timeout_s}", field="timeout_s")
+        return prompt, output
 
     def _retry_after_s(self) -> float:
         """Time to finish a tenth of the queue at the recent pace, clamped to [1, 60] s."""
@@ -343,13 +345,22 @@ class Engine:
         return min(max(pace * self.info.max_queue / 10, 1.0), 60.0)
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    try:
-        numbers = np.frombuffer(packed(ids), np.int32)
-        is_inside = not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < vocab_size)
-    except TypeError as cause:
-        raise RequestError(f"{field} must be token ids, which are integers: {cause}", field=field) from cause
-    except OverflowError:  # more than 32 bits
-        is_inside = False
+def _checked(field: str, ids: Sequence[int], vocab_size: int) -> PackedTokens:
+    """Pack token ids of a request.
+
+    Raises:
+        RequestError: they are no integers, or outside the vocabulary.
+    """
+    tokens, is_inside = b"", True
+    if len(ids):
+        try:
+            tokens = packed(ids)
+            # A negative number is a large one without its sign.
+            is_inside = int(np.frombuffer(tokens, np.uint32).max()) < vocab_size
+        except TypeError as cause:
+            raise RequestError(f"{field} must be token ids, which are integers: {cause}", field=field) from cause
+        except OverflowError:  # more than 32 bits
+            is_inside = False
     if not is_inside:
         raise RequestError(f"{field} has a token id outside the vocabulary, [0, {vocab_size})", field=field)
+    return tokens

@@ -16,7 +16,7 @@ Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, repeat
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +38,8 @@ PageLists = Mapping[str, Sequence[int]]
 NO_PAGES: PageLists = MappingProxyType({})
 
 _DRAFT_STATES = 10  # index of the row field that is a tuple
+
+_SAMPLING_NAMES = tuple(each.name for each in fields(SamplingParams) if each.name != "grammar")
 
 Masks = NDArray[np.uint8]
 """Masks of a plan's rows, [num_masks, mask_len], in the order of the rows."""
@@ -251,7 +253,7 @@ def _lists(pages: PageLists) -> dict[str, list[int]]:
 
 def _packed(sampling: SamplingParams) -> dict[str, Any]:
     """Without the grammar: ranks get masks."""
-    return {name: value for name, value in asdict(sampling).items() if name != "grammar"}
+    return {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
 
 
 def _sampling(wire: dict[str, Any]) -> SamplingParams:

@@ -63,6 +63,7 @@ async def asking(
         tasks.append(asyncio.create_task(client.post("/v1/completions", json=body, headers=header(key))))
         while len(engine.requests) < before + (number + 1) * fields.get("n", 1):
             await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the last one is listed when it is with the engine
     yield tasks
     engine.go_on.set()
     assert {(await task).status_code for task in tasks} == {200}
