@@ -7,7 +7,6 @@ prompt is looked up in a storage that finds nothing, and each page is written to
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,6 @@ class TiersCache:
         storage = _empty_storage(self._host) if has_storage else None
         self._cache = SequenceCache(device, is_kept=True, host=self._host, storage=storage)
         self._now = 0
-        self.moves: Counter[str] = Counter()
 
     def pack(self, tokens: npt.NDArray[np.int32]) -> _Prompt:
         """The form in which it wants tokens."""
@@ -96,9 +94,7 @@ class TiersCache:
             holding.finish_load(load, tokens, now=self._now)
         holding.advance(tokens, len(tokens) // 4, is_kept=True, is_point=False, now=self._now)
         holding.end(tokens, now=self._now)
-        saves, loads, _ = self._cache.transfers.take_moves()
-        for name, lane in (("saved", saves), ("loaded", loads)):
-            self.moves[name] += sum(len(batch) for moves in lane for batch in moves.batches)
+        saves, _, _ = self._cache.transfers.take_moves()
         if saves:
             self._cache.transfers.acknowledge(Acks(saves=saves[-1].number), now=self._now)
         self._cache.storage.poll(now=self._now, now_s=0.0)

@@ -126,12 +126,14 @@ class HostTier:
         first, size = handle.length // self.page_size, 4 * self.page_size
         num_known = self.tier.tree.extend(handle, tokens, pages, now=now)
         self._num_reserved -= len(pages)
-        self.tier.pages.free(pages[:num_known])
-        entered, start = pages[num_known:], first + num_known
+        entered, start = pages, first + num_known
+        if num_known:
+            self.tier.pages.free(pages[:num_known])
+            entered, digests = pages[num_known:], digests[num_known * DIGEST_BYTES :]
         if len(entered):
             self._catalog.add_pages(
                 entered,
-                digests=digests[num_known * DIGEST_BYTES :],
+                digests=digests,
                 tokens=memoryview(tokens)[start * size : (first + len(pages)) * size],
                 parent=handle.page(start - 1) if start else -1,
                 seed=handle.root,

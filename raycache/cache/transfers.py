@@ -167,14 +167,14 @@ class Transfers:
 
     def plan_load(self, load: Load, pages: PageIds) -> PlannedLoad:
         """Plan a load's moves; called by `Load.plan`."""
-        host = load.handle.pages
-        digests = self.host.digests(host)
-        batches = [_batch(FULL, pages, host[load.first :], digests[load.first * DIGEST_BYTES :])]
+        loaded = load.handle.pages_from(load.first)
+        batches = [_batch(FULL, pages, loaded, self.host.digests(loaded))]
         parts = {} if load.host_point is None else load.host_point.parts
+        last = self.host.last_digests(load.handle) if parts else b""
         for space, ids in parts.items():
             assert load.point is not None, "a restore point can only be loaded into a restore point"
-            last = digests[(len(host) - len(ids)) * DIGEST_BYTES :]
-            batches.append(_batch(space, load.point.parts[space], ids, last))
+            own = last[len(last) - len(ids) * DIGEST_BYTES :]
+            batches.append(_batch(space, load.point.parts[space], ids, own))
         self._num_loads += 1
         self._loads.append(Moves(self._num_loads, batches))
         self._counts["loaded_pages"] += len(pages)
