@@ -6,6 +6,16 @@ that is still being sampled. If that token ends the request, the row is discarde
     planned    17: samples token 42      18: fed with token 42         19: without it       20: others get its slot
     back                                 17: token 42 is the end       18: discarded        19
 
+With draft tokens of the ranks, the row is planned for every number that may be accepted. The ranks know it before the
+decider does, and move the row up by as many tokens:
+
+    row in flight                 s  d1 d2 d3
+    next row, if none accepted       t  e1 e2 e3         pages for the longest outcome
+                two accepted               t  e1 e2 e3   a state of its own behind each token
+
+A draft token beyond a page boundary that may become a restore point is then not accepted (`Row.stops_at_page`): which
+rows reach it is not known when they are planned.
+
 A mask that depends on the token that is still being sampled is sent when it is known (`Engine.step`).
 
 Planning ahead never marks anything as known, computed or free:
@@ -31,9 +41,9 @@ class Blocker(Enum):
 
     LOAD = "its load may fail, and it would resume from where the load began"
     PENALTIES = "the token being sampled counts in the penalties of the next"
-    DRAFTS = "its next row starts after the accepted draft tokens, not yet known"
-    NEXT_DRAFTS = "the draft tokens of its next row come with its results"
-    WANTS_DRAFTS = "its next row needs draft tokens, which depend on the token being sampled"
+    DRAFTS = "its next row starts after the accepted draft tokens, which the decider needs for further ones"
+    MASKS = "the masks of its next row depend on draft tokens that the ranks are making"
+    WANTS_DRAFTS = "its next row needs draft tokens of the decider, which depend on the token being sampled"
     MORE_TO_LOAD = "storage has fetched tokens that it can load once nothing is in flight"
 
 
@@ -57,11 +67,12 @@ class PlanAhead:
             return Blocker.LOAD
         if is_fed and sampling.has_penalties:
             return Blocker.PENALTIES
-        if drafts.num_in_row > 0:
+        if step.drafts.are_from_ranks:
+            if request.grammar is not None and max(drafts.num_in_row, drafts.num_asked) > 0:
+                return Blocker.MASKS
+        elif drafts.num_in_row > 0:
             return Blocker.DRAFTS
-        if drafts.num_asked > 0:
-            return Blocker.NEXT_DRAFTS
-        if is_fed and step.wanted(drafts.rate) > 0:
+        elif is_fed and step.wanted(drafts.rate) > 0:
             return Blocker.WANTS_DRAFTS
         return Blocker.MORE_TO_LOAD if run.has_more_to_load else None
 
