@@ -14,7 +14,8 @@ decider does, and move the row up by as many tokens:
                 two accepted               t  e1 e2 e3   a state of its own behind each token
 
 A draft token beyond a page boundary that may become a restore point is then not accepted (`Row.stops_at_page`): which
-rows reach it is not known when they are planned.
+rows reach it is not known when they are planned. Rows with draft tokens of the decider, with penalties, with both draft
+tokens and a grammar, and all of a batch for which there are too few states, wait for the row before them.
 
 A mask that depends on the token that is still being sampled is sent when it is known (`Engine.step`).
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from raycache.cache.sequences import SequenceCache
 from raycache.decider.drafts import DraftStep
 from raycache.decider.request import Run
 
@@ -56,7 +58,8 @@ class PlanAhead:
         is_on: whether planning ahead is possible at all.
     """
 
-    def __init__(self, *, num_stages: int) -> None:
+    def __init__(self, cache: SequenceCache, *, num_stages: int) -> None:
+        self._cache = cache
         self.is_on = num_stages == 1
 
     def blocker(self, run: Run, step: DraftStep) -> Blocker | None:
@@ -81,9 +84,18 @@ class PlanAhead:
 
         The others then wait for it: in a separate plan they would alternate with it from then on.
         """
-        return self.is_on and any(
-            run.wants_row and self.blocker(run, step) is not None for run in running if run.num_in_flight
-        )
+        if not self.is_on:
+            return False
+        in_flight = [run for run in running if run.num_in_flight and run.wants_row]
+        if any(run.num_open for run in in_flight) and not self._has_states(len(running), most_drafts=step.drafts.most):
+            return True
+        return any(self.blocker(run, step) is not None for run in in_flight)
+
+    def _has_states(self, num_running: int, *, most_drafts: int) -> bool:
+        """Whether the states of all running requests suffice for two rows each that may accept draft tokens."""
+        space = self._cache.device.state_space
+        # The current state, the one at the last page boundary, and those that either row writes.
+        return not space or num_running * (2 + 2 * (1 + most_drafts)) <= self._cache.num_units()[space]
 
     def ready(self, running: Sequence[Run]) -> list[Run]:
         """Runs that can get a row, given that `holds_up` is False."""

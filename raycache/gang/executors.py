@@ -55,7 +55,8 @@ class LocalExecutor:
     def collect(self, plan: StepPlan) -> list[RowResult]:
         started, pending = self._started.popleft()
         assert started is plan, "plans are collected in order"
-        return read_results(plan, [pending.wait()])
+        with refusing_out_of_memory(self._rank.ctx.device, doing=f"drafting in step {plan.step}"):
+            return read_results(plan, [pending.wait()])
 
     def acks(self) -> Acks:
         return Acks() if self._board is None else self._board.acks()

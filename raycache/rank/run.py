@@ -74,9 +74,15 @@ class _Plans:
 
     def _send_ready(self) -> bool:
         """Send the results of finished steps, in order; returns whether any steps are unfinished."""
-        while self._unsent and self._unsent[0][1].is_ready():
+        while self._unsent and self._is_ready():
             plan, pending = self._unsent.popleft()
             if self._sends_results and not plan.is_last:
                 send_result(plan, pending.wait(), self._rank.ctx.control)
             self._member.post(Lane.STEP, plan.step)
         return bool(self._unsent)
+
+    def _is_ready(self) -> bool:
+        """Whether the oldest unsent results are there; may launch the passes of a draft model."""
+        plan, pending = self._unsent[0]
+        with refusing_out_of_memory(self._rank.ctx.device, doing=f"drafting in step {plan.step}"):
+            return pending.is_ready()

@@ -188,7 +188,8 @@ class TwinExecutor:
         ]
         for row, result in zip(plan.rows, results, strict=True):
             if row.num_next_drafts:
-                result.next_drafts = self._drafted(row, result)
+                is_bad = row.slot in bad_slots
+                result.next_drafts = [VOCAB] * row.num_next_drafts if is_bad else self._drafted(row, result)
         sampled = zip(plan.rows, results, strict=True)
         self._last = {row.slot: (row, result) for row, result in sampled if result.tokens}
         return results

@@ -30,7 +30,10 @@ from raycache.parallel.sharding import Split
 from raycache.rank import build
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.graphs import DecodeGraphs, _Recorded
+from raycache.rank.last_tokens import LastTokens
 from raycache.rank.member import Member, RankSpec
+from raycache.rank.pending_result import Pending
+from raycache.rank.rank import LaunchedLayers, Rank
 from raycache.step.inputs import StepInputs
 from raycache.wire.plan import RowResult, StepPlan, read_results
 from tests.oracle.gang import on_gang
@@ -43,7 +46,13 @@ SETTINGS: dict[str, Any] = {"max_step_tokens": 40, "max_running": 4, "num_pages"
 SAMPLINGS = [GREEDY, SAMPLED, replace(GREEDY, max_tokens=25)]
 
 
-_FLOW = LocalExecutor.submit, LocalExecutor.collect
+def with_tokens(plan: StepPlan, last: LastTokens) -> StepPlan:
+    """A plan whose rows begin where they should, with the tokens that the device has for them."""
+    rows = []
+    for row in plan.rows:
+        tokens = [int(last.tokens[row.slot, -1 - i]) if i < 0 else i for i in np.frombuffer(row.tokens, np.int32)]
+        rows.append(replace(row, tokens=np.array(tokens, np.int32).tobytes(), is_fed=False))
+    return replace(plan, rows=rows)
 
 
 @dataclass
@@ -54,16 +63,19 @@ class Service:
         target: directory.
         draft: setting.
         steps: plans in order, and their results.
+        known: the same plans as if they had been made one by one: no row is fed, and their tokens are known.
     """
 
     target: Path
     draft: str
     steps: list[tuple[StepPlan, list[RowResult]]] = field(default_factory=list)
+    known: list[StepPlan] = field(default_factory=list)
 
     @classmethod
     def of(cls, target: Path, draft: str, monkeypatch: pytest.MonkeyPatch) -> Service:
         """Serve some prompts twice, greedy and sampled ones, of which now one wants drafts and now another."""
-        service, drawn, submit, collect = cls(target, draft), random.Random(5), *_FLOW
+        service, drawn, finish = cls(target, draft), random.Random(5), Rank.finish
+        submit, collect = LocalExecutor.submit, LocalExecutor.collect
 
         def submitted(executor: LocalExecutor, plan: StepPlan) -> None:
             submit(executor, plan)
@@ -74,11 +86,17 @@ class Service:
             next(found for other, found in service.steps if other is plan).extend(results)
             return results
 
+        def finished(rank: Rank, layers: LaunchedLayers, *rest: Any) -> Pending:
+            assert rank.last is not None
+            service.known.append(with_tokens(layers.plan, rank.last))
+            return finish(rank, layers, *rest)
+
         def wanted(step: DraftStep, rate: AcceptanceRate) -> int:
             return NUM_DRAFTS if drawn.random() < 0.6 else 0
 
         with monkeypatch.context() as patched:
             patched.setattr(DraftStep, "wanted", wanted)
+            patched.setattr(Rank, "finish", finished)
             patched.setattr(LocalExecutor, "submit", submitted)
             patched.setattr(LocalExecutor, "collect", collected)
             with open_llm(target, draft=draft, **SETTINGS) as llm:
