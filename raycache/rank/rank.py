@@ -163,28 +163,9 @@ class Rank:
             # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
             layers = replace(layers, logits=layers.logits.nan_to_num())
         tokens = self._tokens(plan, layers, masks)
-        drafter = self.drafter
-        if drafter is None or layers.features is None:
+        if self.drafter is None or layers.features is None:
             return PendingResult(self._lines(layers, tokens, tokens[:0]))
-        gathered = None
-        if any(row.num_drafts or row.num_next_drafts for row in plan.rows):
-            gathered = gather_sampled(plan, tokens, self.ctx)
-            self._outcome = Outcome(plan, PendingResult(gathered), drafts, page_size=self.pool.page_size)
-        step = Followed(plan, tokens, gathered, layers.features, layers.inputs, layers.recorded, self._tables)
-        emitted, outcome = drafter.follow(step), self._outcome
-        if outcome is None or not any(row.num_next_drafts for row in plan.rows):
-            return PendingResult(self._lines(layers, tokens, tokens[:0]))
-
-        @torch.inference_mode()
-        def draft() -> PendingResult:
-            drafted = drafter.draft(step, emitted, outcome, self._draft_row)
-            if self.last is not None:
-                self.last.keep_drafts(drafted.places, drafted.every)
-                self._next_drafts = NextDrafts(drafted.places, PendingResult(drafted.every))
-            return PendingResult(self._lines(layers, tokens, drafted.own))
-
-        self._unfinished = ResultInParts(outcome.sampled, draft)
-        return self._unfinished
+        return self._follow(self.drafter, layers, tokens, drafts)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, *, needs_logits: bool = False) -> LaunchedLayers:
@@ -316,6 +297,36 @@ class Rank:
         bits = [values.double().view(torch.int64) for values in (chosen_logprob[:, None], top)]
         lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
         return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
+
+    def _follow(self, drafter: Drafter, layers: LaunchedLayers, tokens: Tensor, drafts: NextDrafts | None) -> Pending:
+        """Run the draft model behind a step; returns the step's results.
+
+        Args:
+            tokens: as `_tokens` has returned them.
+            drafts: draft tokens of fed rows.
+        """
+        plan, gathered, outcome = layers.plan, None, None
+        has_next = any(row.num_next_drafts for row in plan.rows)
+        if has_next or (self.last is not None and any(row.num_drafts for row in plan.rows)):
+            gathered = gather_sampled(plan, tokens, self.ctx)
+            # Copied to the host while the draft model follows.
+            outcome = Outcome(plan, PendingResult(gathered), drafts, page_size=self.pool.page_size)
+        assert layers.features is not None, "a step with a draft model behind it has features"
+        step = Followed(plan, tokens, gathered, layers.features, layers.inputs, layers.recorded, self._tables)
+        emitted, self._outcome = drafter.follow(step), outcome
+        if outcome is None or not has_next:
+            return PendingResult(self._lines(layers, tokens, tokens[:0]))
+
+        @torch.inference_mode()
+        def draft() -> PendingResult:
+            drafted = drafter.draft(step, emitted, outcome, self._draft_row)
+            if self.last is not None:
+                self.last.keep_drafts(drafted.places, drafted.every)
+                self._next_drafts = NextDrafts(drafted.places, PendingResult(drafted.every))
+            return PendingResult(self._lines(layers, tokens, drafted.own))
+
+        self._unfinished = ResultInParts(outcome.sampled, draft)
+        return self._unfinished
 
     def _draft_row(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
