@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycache.cache.node import RestorePoint
 from raycache.cache.tier import Tier
@@ -47,7 +47,7 @@ class WrittenStates:
     """State slots that a row writes.
 
     Attributes:
-        first_len: length of the sequence at the first one.
+        first_len: length of the sequence at the first one; the least, if the row before may accept draft tokens.
         slots: after the row's last known token, and after each draft token.
     """
 
@@ -107,15 +107,15 @@ class HeldUnits:
         """Count the units of each space that a row needs in addition.
 
         Args:
-            next_len: length of the sequence after the row, without draft tokens.
-            stop: length including the row's draft tokens and those drafted after it.
+            next_len: length of the sequence after the row, without draft tokens; the least that it can have.
+            stop: the most that it can have with the row's draft tokens and those drafted after it.
         """
         device, counts = self._device, {}
         for space, held in self.windows.items():
             first = max(held.end, device.first_page(space, next_len))
             counts[space] = max(0, -(-stop // device.page_size) - first)
         if device.state_space:
-            counts[device.state_space] = num_drafts + self._is_kept(self._last_state)
+            counts[device.state_space] = num_drafts + (self._is_open or self._is_kept(self._last_state))
         return counts
 
     def take(self, counts: Mapping[str, int], capacity: Capacity, *, next_len: int, num_drafts: int) -> None:
@@ -136,8 +136,13 @@ class HeldUnits:
             self.in_flight.append(WrittenStates(next_len, slots))
 
     @property
+    def _is_open(self) -> bool:
+        """Whether it is still open which of several states the next row reads, so that it must not write to any."""
+        return bool(self.in_flight) and len(self.in_flight[-1].slots) > 1
+
+    @property
     def _last_state(self) -> int:
-        """Slot after the last planned token."""
+        """Slot after the last planned token, if no draft token in flight is accepted."""
         return self.in_flight[-1].slots[0] if self.in_flight else self.state
 
     def _is_kept(self, slot: int) -> bool:
@@ -152,7 +157,10 @@ class HeldUnits:
         device = self._device
         if self.in_flight:
             old, written = self.state, self.in_flight.popleft()
-            self.state = written.slots[num_computed - written.first_len]
+            num_accepted = num_computed - written.first_len
+            self.state = written.slots[num_accepted]
+            if num_accepted and self.in_flight:
+                self.in_flight[0] = replace(self.in_flight[0], first_len=self.in_flight[0].first_len + num_accepted)
             device.units[device.state_space].release({old, *written.slots} - {-1, self.state})
         for space, held in self.windows.items():
             first = device.first_page(space, num_computed)

@@ -105,15 +105,18 @@ class Holding:
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
-    def reserve(self, start: int, stop: int, *, num_drafts: int = 0, num_next_drafts: int = 0) -> Capacity | None:
+    def reserve(
+        self, start: int, stop: int, *, num_drafts: int = 0, num_next_drafts: int = 0, num_open: int = 0
+    ) -> Capacity | None:
         """Reserve pages and units for tokens [start, stop); None, with nothing taken, if too few can be freed.
 
         Evicts cached prefixes if necessary. The last `num_drafts` tokens are draft tokens, any of which may be
-        rejected. A draft model writes to `num_next_drafts` further positions.
+        rejected. A draft model writes to `num_next_drafts` further positions. The row begins up to `num_open` tokens
+        later if the row in flight accepts draft tokens.
         """
         device = self._device
         next_len = stop - num_drafts
-        stop += num_next_drafts
+        stop += num_open + num_next_drafts
         missing = -(-stop // device.page_size) - len(self.pages)
         if missing <= 0 and self.units.have_room(stop):
             return _NO_PAGES_NEEDED  # nearly every decode step of a model without recurrent states

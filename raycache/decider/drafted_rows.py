@@ -18,16 +18,17 @@ from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
 from raycache.decider.request import Run
 from raycache.types import FinishReason, PackedTokens
-from raycache.wire.plan import Row, RowResult
+from raycache.wire.plan import Row, RowResult, unknown_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Draft tokens of a row, and page capacity for the whole row."""
+    """Draft tokens of a row, and page capacity for the whole row; see `Row`."""
 
     drafts: PackedTokens
     num_next_drafts: int
     capacity: Capacity
+    stops_at_page: bool
 
 
 class DraftedRows:
@@ -47,29 +48,32 @@ class DraftedRows:
         return self._drafts.most
 
     def draft(self, run: Run, count: int, batch: Batch) -> Drafted | None:
-        """Draft for a next row of `count` known tokens; None if nothing is drafted.
+        """Draft for a next row of `count` known tokens; None if nothing is drafted, or there are too few pages.
 
         Draft tokens use spare pages only; they preempt nobody.
         """
         if not self._drafts.most:
             return None
-        request, start = run.request, run.next_start
+        request, start, num_open = run.request, run.next_start, run.num_open
         drafts, num_next_drafts = self._known(run, batch), 0
         if drafts and request.grammar is not None:
             drafts = request.grammar.allowed(drafts, behind=request.tokens)
         num_drafts = len(drafts) // 4
         stop = start + count + num_drafts
         if self._drafts.are_from_ranks and run.num_next == count:
-            useful = max(self._most(run, start + count + accepted) for accepted in range(num_drafts + 1))
-            most = min(request.spec.max_len - stop, batch.next_draft_budget, useful)
+            useful = max(self._most(run, start + count + accepted) for accepted in range(num_open + num_drafts + 1))
+            most = min(request.spec.max_len - stop - num_open, batch.next_draft_budget, useful)
             num_next_drafts = batch.drafting.ask(request.drafts.rate, most=most)
-        if not num_drafts and not num_next_drafts:
+        if not (num_drafts or num_next_drafts or num_open):
             return None
-        capacity = run.holding.reserve(start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts)
+        capacity = run.holding.reserve(
+            start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts, num_open=num_open
+        )
         if capacity is None:
             return None
         batch.is_catching_up |= num_next_drafts > 0 and request.drafts.num_asked == 0
-        return Drafted(drafts, num_next_drafts, capacity)
+        is_open = num_drafts > 0 and run.is_fed
+        return Drafted(drafts, num_next_drafts, capacity, stops_at_page=is_open and self._leaves_points)
 
     def take(self, run: Run, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
         """Return a row's tokens: up to the first that differs from its draft token, or that ends the output.
@@ -78,13 +82,18 @@ class DraftedRows:
         """
         request = run.request
         spec, state = request.spec, request.drafts
+        drafts: list[int] = []
+        if row.num_drafts:
+            # Those of a fed row came with the results of the row before.
+            known = state.next_drafts if row.is_fed else row.tokens[4 * (row.first_sampled + 1) :]
+            most = row.most_accepted(run.num_computed, page_size=self._cache.page_size)
+            drafts = np.frombuffer(known, np.int32)[:most].tolist()
         state.next_drafts = np.array(result.next_drafts, np.int32).tobytes() if result.next_drafts else b""
         if not result.tokens or request.ending is not None:
             return [], None
-        drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist() if row.num_drafts else []
         taken: list[int] = []
         reason = None
-        for token, draft in zip(result.tokens, [*drafts, None], strict=True):
+        for token, draft in zip(result.tokens, [*drafts, None], strict=False):
             taken.append(token)
             is_end = token in self._eos and not (spec.sampling.ignore_eos and request.grammar is None)
             if is_end or token in spec.sampling.stop_token_ids:
@@ -98,8 +107,7 @@ class DraftedRows:
             # Draft tokens after the end of the output do not count as verified.
             self._drafts.note(state, num_accepted, len(drafts) if reason is None else num_accepted)
             if num_accepted:
-                first = 4 * (row.first_sampled + 1)
-                state.uncounted = bytes(row.tokens[first : first + 4 * num_accepted])
+                state.uncounted = np.array(drafts[:num_accepted], np.int32).tobytes()
                 request.tokens += state.uncounted
         return taken, reason
 
@@ -109,9 +117,13 @@ class DraftedRows:
         is_decode = run.num_next == 1 and request.num_output > 0
         if not is_decode:
             return b""
-        most = min(batch.draft_budget, batch.scored_budget, self._most(run, run.next_start))
+        budget = min(batch.draft_budget, batch.scored_budget)
+        if run.num_in_flight and self._drafts.are_from_ranks:
+            most = min(budget, self._most_for_len(run, run.next_start + run.num_open), request.drafts.num_asked)
+            return unknown_drafts(max(most, 0))
+        most = min(budget, self._most(run, run.next_start))
         if self._drafts.are_from_ranks:
-            return b"" if run.num_in_flight else request.drafts.next_drafts[: 4 * max(most, 0)]
+            return request.drafts.next_drafts[: 4 * max(most, 0)]
         if run.num_in_flight:
             request.drafts.rate.num_idle += 1
             return b""
@@ -119,10 +131,19 @@ class DraftedRows:
 
     def _most(self, run: Run, start: int) -> int:
         """Most draft tokens for a decode row that begins at `start`."""
-        most = run.request.spec.max_len - start - 2
-        if self._cache.has_points and self._cache.is_kept:
+        most = self._most_for_len(run, start)
+        if self._leaves_points:
             page_size = self._cache.page_size
             most = min(
                 most, page_size - start % page_size - 1
             )  # else the restore point at the page boundary would be missed
         return most
+
+    def _most_for_len(self, run: Run, start: int) -> int:
+        """The same as far as the length of the output goes."""
+        return run.request.spec.max_len - start - 2
+
+    @property
+    def _leaves_points(self) -> bool:
+        """Whether sequences leave restore points at page boundaries."""
+        return self._cache.has_points and self._cache.is_kept

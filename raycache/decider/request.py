@@ -236,10 +236,11 @@ class Run:
     tokens    [ prompt ......................... | output ... ]
     computed  [ cached | chunks done so far ]                      their state is in its pages
     planned   [ .............................. | rows in flight ]  up to one token behind `tokens`: the next one
+                                                               [ open ]  draft tokens in flight, if accepted
 
     Attributes:
         slot: index of its per-request state on the ranks.
-        num_planned: value of num_computed once the rows in flight are done.
+        num_planned: value of num_computed once the rows in flight are done, if they accept no draft tokens.
         restore_at: ascending token positions at which a chunk must end and leave a restore point.
         is_kept: whether its pages enter the cache while its prompt is computed; False: after that.
         num_in_flight: rows of it in plans in flight, and in the plan that is being made.
@@ -265,6 +266,11 @@ class Run:
         return self.num_planned if self.num_in_flight else self.num_computed
 
     @property
+    def num_open(self) -> int:
+        """Draft tokens in flight: the next row begins at `next_start` or up to as many tokens later."""
+        return self.request.drafts.num_in_row if self.num_in_flight else 0
+
+    @property
     def num_next(self) -> int:
         """Value of `remaining` once the rows in flight are done."""
         left = len(self.request.tokens) // 4 - (self.num_planned if self.num_in_flight else self.num_computed)
@@ -288,7 +294,15 @@ class Run:
         prefetch = self.request.prefetch
         return prefetch is not None and prefetch.end > self.next_start and self.num_next > 1 and self.request.may_load
 
-    def next_row(self, count: int, capacity: Capacity, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
+    def next_row(
+        self,
+        count: int,
+        capacity: Capacity,
+        drafts: PackedTokens = b"",
+        *,
+        num_next_drafts: int = 0,
+        stops_at_page: bool = False,
+    ) -> Row:
         """Make the row of the next `count` tokens, followed by packed draft tokens; `capacity` covers both."""
         request = self.request
         start, num_tokens = self.next_start, request.num_tokens
@@ -300,7 +314,7 @@ class Run:
         return Row(
             slot=self.slot,
             start=start,
-            tokens=UNKNOWN if is_fed else request.packed(start, stop) + drafts,
+            tokens=(UNKNOWN if is_fed else request.packed(start, stop)) + drafts,
             new_pages=capacity.new_pages or NO_PAGES,
             output_position=num_tokens - request.spec.prompt_len + is_fed if is_sampled else -1,
             targets=request.packed(start + 1, min(stop + 1, request.spec.prompt_len)) if request.is_scored else b"",
@@ -313,4 +327,5 @@ class Run:
             num_next_drafts=num_next_drafts,
             next_token=-1 if is_sampled else int.from_bytes(request.packed(stop, stop + 1), "little"),
             is_masked=is_sampled and request.grammar is not None,
+            stops_at_page=stops_at_page,
         )

@@ -61,10 +61,14 @@ class Results:
     def _take_row(self, run: Run, row: Row, result: RowResult) -> RequestOutput | None:
         request = run.request
         # A request that is told to end is no longer planned ahead, so a token fed to a row is never discarded.
-        end = row.start + row.num_tokens - row.num_drafts
+        # A fed row begins later than planned if the one before it accepted draft tokens.
+        assert row.is_fed or row.start == run.num_computed, "a row does not begin where the one before it ended"
+        end = run.num_computed + row.num_tokens - row.num_drafts
         assert end <= request.num_tokens, "a row reaches beyond the known tokens"
         tokens, reason = self.drafted.take(run, row, result)
-        run.num_computed = end + max(len(tokens) - 1, 0)
+        num_accepted = max(len(tokens) - 1, 0)
+        run.num_computed = end + num_accepted
+        run.num_planned += num_accepted  # of the row behind it, if one is in flight
         if result.scores:
             most = request.spec.sampling.prompt_logprobs or 0
             request.prompt_scores += [_trim(score, most) for score in result.scores]

@@ -74,7 +74,15 @@ class RowPlanner:
         count, start = self._chunk_len(run, batch), run.next_start
         drafted = self.drafted.draft(run, count, batch)
         if drafted is not None:
-            return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
+            return run.next_row(
+                count,
+                drafted.capacity,
+                drafted.drafts,
+                num_next_drafts=drafted.num_next_drafts,
+                stops_at_page=drafted.stops_at_page,
+            )
+        if run.num_open:
+            return None  # nobody is preempted for tokens that may not come
         capacity = self._reserve(run, count, batch) if may_preempt else run.holding.reserve(start, start + count)
         return None if capacity is None else run.next_row(count, capacity)
 

@@ -73,7 +73,7 @@ class Scheduler:
         self._compiling: list[Request] = []
         self._clock = clock = Clock()
         self.queues = queues = RequestQueues(cache, clock, max_running=max_running)
-        self.ahead = PlanAhead(num_stages=micro_batches)
+        self.ahead = PlanAhead(cache, num_stages=micro_batches)
         self._budget, self._micro_batches = budget, micro_batches
         self._num_computed = self._num_decodes = 0
         self._drafting = DraftStep(drafts)

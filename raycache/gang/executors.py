@@ -15,7 +15,7 @@ from raycache.parallel.board import AckBoard, Acks
 from raycache.parallel.collectives import Group
 from raycache.parallel.relay import BoardReceiver
 from raycache.parallel.sharding import Split
-from raycache.rank.pending_result import PendingResult
+from raycache.rank.pending_result import Pending
 from raycache.rank.rank import LaunchedLayers, Rank
 from raycache.wire.control import broadcast_masks, broadcast_plan, receive_results
 from raycache.wire.plan import Masks, RowResult, StepPlan, read_results
@@ -38,24 +38,25 @@ class LocalExecutor:
     def __init__(self, rank: Rank, board: AckBoard | None = None, *, plans_ahead: bool = False) -> None:
         self._rank = rank
         self._board = board
-        self._started: deque[tuple[StepPlan, PendingResult]] = deque()
-        self._launched = LaunchedLayers()  # of the last plan
+        self._started: deque[tuple[StepPlan, Pending]] = deque()
+        self._launched = LaunchedLayers(StepPlan(0))  # of the last plan
         self.depth = 2 if plans_ahead else 1
 
     def submit(self, plan: StepPlan) -> None:
         with refusing_out_of_memory(self._rank.ctx.device, doing=f"running step {plan.step}"):
             self._launched = self._rank.launch(plan)
             if not plan.mask_len:
-                self._started.append((plan, self._rank.finish(plan, self._launched)))
+                self._started.append((plan, self._rank.finish(self._launched)))
 
     def send_masks(self, plan: StepPlan, masks: Masks) -> None:
         with refusing_out_of_memory(self._rank.ctx.device, doing=f"sampling in step {plan.step}"):
-            self._started.append((plan, self._rank.finish(plan, self._launched, masks)))
+            self._started.append((plan, self._rank.finish(self._launched, masks)))
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         started, pending = self._started.popleft()
         assert started is plan, "plans are collected in order"
-        return read_results(plan, [pending.wait()])
+        with refusing_out_of_memory(self._rank.ctx.device, doing=f"drafting in step {plan.step}"):
+            return read_results(plan, [pending.wait()])
 
     def acks(self) -> Acks:
         return Acks() if self._board is None else self._board.acks()

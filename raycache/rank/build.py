@@ -158,7 +158,9 @@ class LoadedRank:
     def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
         member, last, graphs, draft_graphs, short_steps, pieces = self.member, None, None, None, None, None
         if self.deployment.plans_ahead:
-            last = LastTokens(self.deployment.config.max_running, member.ctx)
+            config = self.deployment.config
+            most_drafts = config.most_drafts * config.has_draft_model
+            last = LastTokens(config.max_running, member.ctx, most_drafts=most_drafts)
         member.note("staging")
         if self._has_graphs:
             gc.collect()  # once: it takes 0.2 s

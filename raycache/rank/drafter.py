@@ -30,7 +30,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
@@ -39,7 +38,7 @@ from raycache.memory.device import DevicePool
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.context import ParallelContext
 from raycache.rank.graphs import DecodeGraphs, GraphLayers
-from raycache.rank.pending_result import PendingResult
+from raycache.rank.outcome import NextDrafts, Outcome, RowEnd, gather_padded, gather_sampled
 from raycache.rank.recorder import Recorder
 from raycache.rank.sampler import SampleRow, sample
 from raycache.step.inputs import StepInputs, step_inputs
@@ -62,22 +61,25 @@ class _Start:
 
     Attributes:
         row: the sequence's row in the plan.
-        num_accepted: accepted draft tokens of the row.
-        token: the token sampled after them.
+        end: where the row ends; drafting begins with its token.
         state: slot of the draft model's state before that token, -1 for none.
         spare: slot of its state while drafting.
     """
 
     row: Row
-    num_accepted: int
-    token: int
+    end: RowEnd
     state: int
     spare: int
 
     @property
+    def last(self) -> int:
+        """Index in the row of its last accepted token."""
+        return self.row.first_sampled + self.end.num_accepted
+
+    @property
     def position(self) -> int:
-        """Position of the token in the sequence."""
-        return self.row.start + self.row.first_sampled + 1 + self.num_accepted
+        """Position in the sequence of the first token to draft from."""
+        return self.row.start + self.last + 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Followed:
 
     Attributes:
         tokens: int64, sampled after the positions that this cp rank emits, even if it computes all tokens.
+        gathered: those of all cp ranks (see `gather_sampled`), if they were gathered.
         outputs: the target's features for the draft model, [T_local, C] per recorded layer.
         inputs: None if a graph was replayed.
         recorded: the graphs that were replayed, or None.
@@ -94,6 +97,7 @@ class Followed:
 
     plan: StepPlan
     tokens: Tensor
+    gathered: Tensor | None
     outputs: Tensor
     inputs: StepInputs | None
     recorded: DecodeGraphs | None
@@ -106,6 +110,21 @@ class Followed:
             return self.recorded.has_all_tokens
         assert self.inputs is not None, "a step has inputs, or was replayed"
         return self.inputs.has_all_tokens
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Draft tokens of a step, int64, in the order of `drafting_rows`.
+
+    Attributes:
+        own: of this cp rank's rows.
+        every: of all cp ranks, one after the other.
+        places: of each in `every` (see `NextDrafts`).
+    """
+
+    own: Tensor
+    every: Tensor
+    places: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -200,50 +219,8 @@ class Drafter:
         """Forget the missed tokens of a slot that gets a new request."""
         self._missed.pop(slot, None)
 
-    def draft(self, step: Followed, row_of: DraftRow) -> Tensor:
-        """Follow a step and draft the tokens that its rows request. Collective over tp and cp.
-
-        Returns:
-            int64, draft tokens of this cp rank's rows, concatenated in the order of `drafting_rows`.
-        """
-        plan, cp = step.plan, self.ctx.cp
-        in_turn = drafting_rows(plan, cp_size=cp.size)
-        if not in_turn[0]:
-            self._follow(step, None)
-            return step.tokens[:0]
-        gathered = self._gather(plan, step.tokens)
-        sampled = PendingResult(gathered)  # overlaps with following
-        emitted = self._follow(step, gathered)
-        rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
-        starts = self._starts(plan, rows, _by_position(plan, sampled.wait()))
-        here = slice(None) if self._drafts_for_all else slice(cp.rank, None, cp.size)  # rows to draft for
-        mine = starts[here]
-        drafted: list[Tensor] = []  # one per pass; sequences with fewer draft tokens come last
-        if self.model.num_features:
-            found = self._behind(step, rows, starts, emitted)[here]
-            ids = self._choose(found, mine, 0, row_of)
-            drafted.append(ids)
-        else:
-            found, ids = emitted, self.ctx.on_device(np.array([start.token for start in mine], np.int64))
-        for turn in range(len(drafted), starts[0].row.num_next_drafts):
-            left = [start for start in starts if start.row.num_next_drafts > turn]
-            count = len(left[here])
-            features = found[:count] if self.model.num_features else None
-            found, likeliest = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
-            ids = self._choose(found, mine[:count], turn, row_of, likeliest=likeliest)
-            drafted.append(ids)
-        emits = range(cp.rank, len(mine), cp.size) if self._drafts_for_all else range(len(mine))
-        order = [(turn, i) for i in emits for turn in range(mine[i].row.num_next_drafts)]
-        return torch.cat([step.tokens[:0], *(drafted[turn][i : i + 1] for turn, i in order)])
-
-    def _follow(self, step: Followed, gathered: Tensor | None) -> Tensor:
-        """Run all tokens of a step.
-
-        Args:
-            gathered: sampled tokens of all cp ranks (see `_gather`), if they are there already.
-        Returns:
-            Features at the emitted positions, [M, F].
-        """
+    def follow(self, step: Followed) -> Tensor:
+        """Run all tokens of a step; returns features at the emitted positions, [M, F]. Collective over tp and cp."""
         if self.may_lag and (plan := self._without_lag(step.plan)) is not step.plan:
             if plan.rows:
                 late = step_inputs(plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
@@ -251,7 +228,7 @@ class Drafter:
             return step.outputs  # ignored: lagging models take no features
         tokens = features = None
         if self.model.num_features:
-            tokens = self._tokens(step, gathered)
+            tokens = self._tokens(step)
             features = self._model(has_all_tokens=step.has_all_tokens).features(step.outputs)
         if step.recorded is not None and self.graphs is not None:
             self.graphs.following.prepare_behind(step.recorded)
@@ -261,6 +238,56 @@ class Drafter:
         ids = step.inputs.ids if tokens is None else self._next_ids(step.plan, tokens, step.inputs)
         return self._run(ids, features, step.inputs)[step.inputs.logits]
 
+    def draft(self, step: Followed, emitted: Tensor, outcome: Outcome, row_of: DraftRow) -> Drafted:
+        """Draft the tokens that a step's rows request, at least one of them any. Collective over tp and cp.
+
+        Args:
+            emitted: as `follow` has returned it for the step.
+        """
+        plan, cp = step.plan, self.ctx.cp
+        in_turn = drafting_rows(plan, cp_size=cp.size)
+        rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
+        starts = [self._start(plan.rows[i], outcome.end(i)) for i in rows]
+        here = slice(None) if self._drafts_for_all else slice(cp.rank, None, cp.size)  # rows to draft for
+        mine = starts[here]
+        drafted: list[Tensor] = []  # one per pass; sequences with fewer draft tokens come last
+        if self.model.num_features:
+            found = self._behind(step, rows, starts, emitted)[here]
+            ids = self._choose(found, mine, 0, row_of)
+            drafted.append(ids)
+        else:
+            found, ids = emitted, self.ctx.on_device(np.array([start.end.token for start in mine], np.int64))
+        for turn in range(len(drafted), starts[0].row.num_next_drafts):
+            left = [start for start in starts if start.row.num_next_drafts > turn]
+            count = len(left[here])
+            features = found[:count] if self.model.num_features else None
+            found, likeliest = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
+            ids = self._choose(found, mine[:count], turn, row_of, likeliest=likeliest)
+            drafted.append(ids)
+        return self._in_order(plan, drafted)
+
+    def _in_order(self, plan: StepPlan, drafted: Sequence[Tensor]) -> Drafted:
+        """Put the draft tokens of all passes in the order of `drafting_rows`. Collective over cp."""
+        cp = self.ctx.cp
+        places = NextDrafts.places_of(plan, cp_size=cp.size)
+        counts = [[plan.rows[i].num_next_drafts for i in of_rank] for of_rank in drafting_rows(plan, cp_size=cp.size)]
+        begins = np.cumsum([0, *map(len, drafted)]).tolist()
+        takes_all = self._drafts_for_all or cp.size == 1
+        ranks = range(cp.size) if takes_all else (cp.rank,)  # they take turns in the rows of a pass
+        order = [
+            begins[number] + turn * len(ranks) + k
+            for k, rank in enumerate(ranks)
+            for turn, count in enumerate(counts[rank])
+            for number in range(count)
+        ]
+        found, lens = torch.cat(list(drafted))[self.ctx.on_device(np.array(order, np.int64))], list(map(len, places))
+        if takes_all:
+            own, every = found[sum(lens[: cp.rank]) :][: lens[cp.rank]], found
+        else:
+            parts = gather_padded(found, max(lens), self.ctx)
+            own, every = found, torch.cat([part[:count] for part, count in zip(parts, lens, strict=True)])
+        return Drafted(own, every, [place for of_rank in places for place in of_rank])
+
     def _model(self, *, has_all_tokens: bool) -> DraftModel:
         """The model for steps of which every cp rank computes all tokens, or for others."""
         if not has_all_tokens:
@@ -268,12 +295,12 @@ class Drafter:
         assert self.decode_model is not None, "the draft model's weights are split over cp if the target's are"
         return self.decode_model
 
-    def _tokens(self, step: Followed, gathered: Tensor | None) -> Tensor:
-        """The tokens sampled after the emitted positions, int64 [M]. Collective over cp if nothing is gathered yet."""
+    def _tokens(self, step: Followed) -> Tensor:
+        """The tokens sampled after the emitted positions, int64 [M]. Collective over cp if they were not gathered."""
         if not step.has_all_tokens:
             return step.tokens
         plan, cp = step.plan, self.ctx.cp
-        every = self._gather(plan, step.tokens) if gathered is None else gathered
+        every = gather_sampled(plan, step.tokens, self.ctx) if step.gathered is None else step.gathered
         if all(row.num_tokens == 1 for row in plan.rows):
             return every.T.flatten()[: len(plan.rows)]  # row i is on cp rank i mod cp
         places = np.zeros(sum(row.num_tokens for row in plan.rows), np.int64)
@@ -310,40 +337,20 @@ class Drafter:
         ids[inputs.logits] = tokens
         return ids
 
-    def _starts(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Start]:
-        """Find out which draft tokens of each row were accepted."""
-        starts = []
-        for i in rows:
-            row = plan.rows[i]
-            drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
-            behind = [sampled[i, row.first_sampled + k] for k in range(row.num_drafts + 1)]
-            num_accepted = next((k for k, draft in enumerate(drafts) if behind[k] != draft), len(drafts))
-            state, spare = -1, -1
-            if self.has_states:
-                state = (row.write_state, *row.draft_states)[num_accepted]
-                spare = self.pool.first_spare_state + row.slot
-            starts.append(_Start(row, num_accepted, behind[num_accepted], state, spare))
-        return starts
-
-    def _gather(self, plan: StepPlan, tokens: Tensor) -> Tensor:
-        """Gather the tokens sampled by all cp ranks, padded: int64 [cp, longest]. Collective over cp."""
-        if self.ctx.cp.size == 1:
-            return tokens[None]
-        counts = [sum(len(found) for _, found in of_rank) for of_rank in emissions(plan, cp_size=self.ctx.cp.size)]
-        padded = tokens.new_zeros(max(counts))
-        padded[: len(tokens)] = tokens
-        return self.ctx.cp.all_gather(padded)
+    def _start(self, row: Row, end: RowEnd) -> _Start:
+        spare = self.pool.first_spare_state + row.slot if self.has_states else -1
+        return _Start(row, end, end.state if self.has_states else -1, spare)
 
     def _behind(self, step: Followed, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
         """Select the features of each row's last accepted token: [M, F] -> [G, F]. Collective over cp."""
         plan, cp = step.plan, self.ctx.cp
         if step.has_all_tokens:
             firsts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
-            index = [firsts[i] + p.row.first_sampled + p.num_accepted for i, p in zip(rows, starts, strict=True)]
+            index = [firsts[i] + start.last for i, start in zip(rows, starts, strict=True)]
             return emitted[self.ctx.on_device(np.array(index, np.int64))]
         keys = [(i, k) for i, positions in emissions(plan, cp_size=cp.size)[cp.rank] for k in positions.tolist()]
         line_of = {key: line for line, key in enumerate(keys)}
-        last = [line_of.get((i, p.row.first_sampled + p.num_accepted), -1) for i, p in zip(rows, starts, strict=True)]
+        last = [line_of.get((i, start.last), -1) for i, start in zip(rows, starts, strict=True)]
         if cp.size == 1:
             return emitted[self.ctx.on_device(np.array(last, np.int64))]
         here = [k for k, line in enumerate(last) if line >= 0]
@@ -415,7 +422,7 @@ class Drafter:
     ) -> Tensor:
         """Sample with the request's parameters and seed: logits equal to the target's give equal tokens, and ranks that
         draft for the same rows the same ones."""
-        rows = [row_of(start.row, start.num_accepted + 1 + turn) for start in starts]
+        rows = [row_of(start.row, start.end.num_accepted + 1 + turn) for start in starts]
         if likeliest is not None and all(row.is_plain for row in rows):
             return likeliest.clone()  # the next pass overwrites it
         model = self._model(has_all_tokens=self._drafts_for_all)
@@ -426,12 +433,3 @@ def _likeliest(logits: Tensor) -> Tensor:
     """What `sample` gives for plain rows, [G_local]."""
     # After a failed load logits can be anything; the decider discards such rows.
     return logits.nan_to_num().argmax(-1)
-
-
-def _by_position(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:
-    """(row, position in the row) -> token sampled there; `tokens` are those of all cp ranks, [cp, longest M]."""
-    found: dict[tuple[int, int], int] = {}
-    for of_rank, values in zip(emissions(plan, cp_size=len(tokens)), tokens.tolist(), strict=True):
-        keys = [(i, position) for i, positions in of_rank for position in positions.tolist()]
-        found.update(zip(keys, values, strict=False))
-    return found

@@ -240,7 +240,7 @@ class DecodeGraphs:
     def _run(self, batch: DecodeBatch, step: StaticStep, hidden: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
-            # Tokens that the host does not know yet are -1. Written in place: the draft's graph reads the same inputs.
-            ids.copy_(torch.where(ids < 0, self._last.tokens[batch.slots], ids))
+            # Written in place: the draft's graph reads the same inputs.
+            ids.copy_(self._last.filled(ids, batch.slots))
         run = ForwardPass(step, self._layers.views, batch.inputs.positions, self._layers.records)
         return self._layers.forward(ids, hidden, run)

@@ -1,4 +1,5 @@
-"""The last sampled token of each slot, kept on the device so that its next step can start before the host has it."""
+"""The last sampled token of each slot and its next draft tokens, kept on the device: the next step can start before the
+host has them."""
 
 from __future__ import annotations
 
@@ -17,29 +18,36 @@ from raycache.wire.plan import Row, StepPlan, emissions
 
 
 class LastTokens:
-    """Last sampled token of each slot; identical on all ranks of a stage.
+    """Last sampled token of each slot, and its next draft tokens; identical on all ranks of a stage.
 
-    After a row with draft tokens the next row gets its token from the host: this class does not know which drafts were
-    accepted.
+    After a row with draft tokens the next row gets its first token from the host: this class does not know which drafts
+    were accepted.
 
+    Args:
+        most_drafts: that ranks draft for a slot.
     Attributes:
-        tokens: int64 [num_slots].
+        tokens: int64 [num_slots, 1 + most_drafts]; column i has the tokens with the placeholder -1 - i.
     """
 
-    def __init__(self, num_slots: int, ctx: ParallelContext) -> None:
+    def __init__(self, num_slots: int, ctx: ParallelContext, *, most_drafts: int = 0) -> None:
         self._ctx = ctx
-        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=ctx.device)
+        self.tokens = torch.zeros((num_slots, 1 + most_drafts), dtype=torch.int64, device=ctx.device)
+
+    def filled(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """Token ids [L] of these slots, with tokens in place of placeholders."""
+        return torch.where(ids < 0, self.tokens[slots, (-1 - ids).clamp(min=0)], ids)
 
     def fill(self, plan: StepPlan, inputs: StepInputs) -> None:
-        """Write the last tokens into the inputs of rows that take their token from the device."""
+        """Write the tokens into the inputs of rows that take theirs from the device."""
         fed = [
-            (mine.local.start, row.slot)
+            (index, row.slot)
             for row, mine in zip(plan.rows, inputs.rows, strict=True)
-            if row.is_fed and len(mine.local)
+            if row.is_fed
+            for index in mine.local
         ]
         if fed:
             where, slots = self._on_device([index for index, _ in fed]), self._on_device([slot for _, slot in fed])
-            inputs.ids[where] = self.tokens[slots]
+            inputs.ids[where] = self.filled(inputs.ids[where], slots)
 
     def keep(self, plan: StepPlan, tokens: Tensor, *, slots: Tensor | None = None) -> None:
         """Record the tokens sampled in a step, int64 [M] in result order. Collective over cp.
@@ -48,7 +56,7 @@ class LastTokens:
             slots: of the tokens, int64 [M] on the device, if they are there already; with cp=1.
         """
         if slots is not None:
-            self.tokens[slots] = tokens
+            self.tokens[slots, 0] = tokens
             return
         of_rank = sampled_slots(plan, cp_size=self._ctx.cp.size)
         longest = max(map(len, of_rank))
@@ -59,7 +67,16 @@ class LastTokens:
             padded[: len(tokens)] = tokens
             parts = self._ctx.cp.all_gather(padded)
             tokens = torch.cat([part[: len(mine)] for part, mine in zip(parts, of_rank, strict=True)])
-        self.tokens[self._on_device([slot for mine in of_rank for slot in mine])] = tokens
+        self.tokens[self._on_device([slot for mine in of_rank for slot in mine]), 0] = tokens
+
+    def keep_drafts(self, places: Sequence[tuple[int, int]], tokens: Tensor) -> None:
+        """Record draft tokens, int64 [len(places)].
+
+        Args:
+            places: (slot, number from 0) of each.
+        """
+        slots, columns = zip(*((slot, 1 + number) for slot, number in places), strict=True)
+        self.tokens[self._on_device(slots), self._on_device(columns)] = tokens
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
         return self._ctx.on_device(np.array(numbers, np.int64))

@@ -26,7 +26,8 @@ from raycache.parallel.context import ParallelContext
 from raycache.rank.drafter import Drafter, Followed
 from raycache.rank.graphs import DecodeGraphs, for_draft
 from raycache.rank.last_tokens import LastTokens
-from raycache.rank.pending_result import PendingResult
+from raycache.rank.outcome import NextDrafts, Outcome, gather_sampled
+from raycache.rank.pending_result import Pending, PendingResult, ResultInParts
 from raycache.rank.pieces import RecordedPieces
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.rank.short_steps import ShortGraphs
@@ -112,6 +113,9 @@ class Rank:
     pieces: RecordedPieces | None = None
     at_close: Callable[[], None] = lambda: None
     _slots: dict[int, Slot] = field(default_factory=dict)
+    _outcome: Outcome | None = None  # of the last step, if rows have or request draft tokens
+    _next_drafts: NextDrafts | None = None  # of the last step
+    _unfinished: ResultInParts | None = None  # of the last step
     _tables: dict[str, PageTables] = field(init=False)
     _link: StageLink = field(init=False)
 
@@ -121,7 +125,7 @@ class Rank:
 
     def execute(self, plan: StepPlan, masks: Masks = NO_MASKS) -> NDArray[np.int64]:
         """Run one step and return its results, [result_len, result_width]; empty before the last stage."""
-        return self.finish(plan, self.launch(plan), masks).wait()
+        return self.finish(self.launch(plan), masks).wait()
 
     def close(self) -> None:
         """Detach from the host tier."""
@@ -143,25 +147,39 @@ class Rank:
         return self.launch(plan, needs_logits=True).logits
 
     @torch.inference_mode()
-    def finish(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks = NO_MASKS) -> PendingResult:
-        """Launch the rest of a step: sampling and the draft model.
+    def finish(self, layers: LaunchedLayers, masks: Masks = NO_MASKS) -> Pending:
+        """Launch the rest of a step: sampling and the draft model, whose passes begin where the accepted tokens end.
+        They are launched when these have arrived: by the results' `is_ready`, or before the next step.
 
         Args:
-            layers: as `launch` has returned them for this plan, which must be the last one.
+            layers: as `launch` has returned them, which must be the last ones.
             masks: of the plan's rows, if it has any.
         """
+        plan, drafts = layers.plan, self._next_drafts
+        self._outcome = self._next_drafts = None
         if layers.is_empty:
             return PendingResult(torch.empty((0, result_width(plan)), dtype=torch.int64))
-        return PendingResult(self._results(plan, layers, masks))
+        if layers.logits is not None and plan.loads:
+            # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
+            layers = replace(layers, logits=layers.logits.nan_to_num())
+        tokens = self._tokens(plan, layers, masks)
+        if self.drafter is None or layers.features is None:
+            return PendingResult(self._lines(layers, tokens, tokens[:0]))
+        return self._follow(self.drafter, layers, tokens, drafts)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, *, needs_logits: bool = False) -> LaunchedLayers:
         """Start page moves, apply the plan's changes to slots, and launch the layers on the device; on a CPU they have
-        ended when this returns.
+        ended when this returns. Waits until it is known where the rows begin, and the last step's drafts are launched.
 
         Args:
             needs_logits: whether to return logits even if the step's results need the likeliest tokens only.
         """
+        if self._unfinished is not None:
+            self._unfinished.launch()
+            self._unfinished = None
+        if self._outcome is not None:
+            plan = self._outcome.resume(plan)
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
@@ -174,7 +192,7 @@ class Rank:
                 self._tables[space].append(row.slot, ids)
             self._slots[row.slot].count(row)
         if not plan.rows:
-            return LaunchedLayers()
+            return LaunchedLayers(plan)
         # All ranks know the same of rows and slots, so all of them exchange the same.
         takes_likeliest = not needs_logits and plan.num_top is None and self._is_greedy(plan)
         for graphs in (self.graphs, self.short_steps):
@@ -191,7 +209,7 @@ class Rank:
         outputs = graphs.replay(hidden=self._link.receive(graphs.num_rows))
         if not self.ctx.is_last_stage:
             self._link.send(outputs)
-            return LaunchedLayers()
+            return LaunchedLayers(plan)
         part, features = outputs
         if graphs is self.short_steps:
             part = part[self.ctx.on_device(emitted_tokens(plan, cp_rank=0, cp_size=1))]
@@ -216,7 +234,7 @@ class Rank:
             self.last.fill(rows, inputs)
         hidden, recorded = self._run_stage(inputs, model)
         if not self.ctx.is_last_stage:
-            return LaunchedLayers()
+            return LaunchedLayers(plan)
         head = head_of(model)
         part = head.part(model.normed(hidden[inputs.logits]))
         found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=has_all_tokens)
@@ -234,7 +252,7 @@ class Rank:
         found = head.likeliest(part) if takes_likeliest else head.gathered(part)
         if has_all_tokens:
             found = self._emitted(plan, found)
-        return LaunchedLayers(likeliest=found) if takes_likeliest else LaunchedLayers(logits=found)
+        return LaunchedLayers(plan, likeliest=found) if takes_likeliest else LaunchedLayers(plan, logits=found)
 
     def _emitted(self, plan: StepPlan, found: Tensor) -> Tensor:
         """Of the rows of all tokens, those that this cp rank emits."""
@@ -270,13 +288,9 @@ class Rank:
             self._link.send([hidden, *recorded])
         return hidden, recorded
 
-    def _results(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks) -> Tensor:
+    def _lines(self, layers: LaunchedLayers, tokens: Tensor, drafted: Tensor) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""
-        if layers.logits is not None and plan.loads:
-            # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
-            layers = replace(layers, logits=layers.logits.nan_to_num())
-        tokens = self._tokens(plan, layers, masks)
-        drafted = self._draft(plan, layers, tokens)
+        plan = layers.plan
         if plan.num_top is None:
             return torch.cat([tokens, drafted])[:, None]
         chosen_logprob, top_ids, top = logprobs(layers.all_logits, tokens, num_top=plan.num_top)
@@ -284,12 +298,35 @@ class Rank:
         lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
         return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
 
-    def _draft(self, plan: StepPlan, layers: LaunchedLayers, tokens: Tensor) -> Tensor:
-        """Run the draft model; returns the requested draft tokens."""
-        if self.drafter is None or layers.features is None:
-            return tokens[:0]
-        step = Followed(plan, tokens, layers.features, layers.inputs, layers.recorded, self._tables)
-        return self.drafter.draft(step, self._draft_row)
+    def _follow(self, drafter: Drafter, layers: LaunchedLayers, tokens: Tensor, drafts: NextDrafts | None) -> Pending:
+        """Run the draft model behind a step; returns the step's results.
+
+        Args:
+            tokens: as `_tokens` has returned them.
+            drafts: draft tokens of fed rows.
+        """
+        plan, gathered, outcome = layers.plan, None, None
+        has_next = any(row.num_next_drafts for row in plan.rows)
+        if has_next or (self.last is not None and any(row.num_drafts for row in plan.rows)):
+            gathered = gather_sampled(plan, tokens, self.ctx)
+            # Copied to the host while the draft model follows.
+            outcome = Outcome(plan, PendingResult(gathered), drafts, page_size=self.pool.page_size)
+        assert layers.features is not None, "a step with a draft model behind it has features"
+        step = Followed(plan, tokens, gathered, layers.features, layers.inputs, layers.recorded, self._tables)
+        emitted, self._outcome = drafter.follow(step), outcome
+        if outcome is None or not has_next:
+            return PendingResult(self._lines(layers, tokens, tokens[:0]))
+
+        @torch.inference_mode()
+        def draft() -> PendingResult:
+            drafted = drafter.draft(step, emitted, outcome, self._draft_row)
+            if self.last is not None:
+                self.last.keep_drafts(drafted.places, drafted.every)
+                self._next_drafts = NextDrafts(drafted.places, PendingResult(drafted.every))
+            return PendingResult(self._lines(layers, tokens, drafted.own))
+
+        self._unfinished = ResultInParts(outcome.sampled, draft)
+        return self._unfinished
 
     def _draft_row(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
@@ -350,6 +387,7 @@ class LaunchedLayers:
     last stage. All others have either logits or the likeliest tokens.
 
     Attributes:
+        plan: its fed rows begin where those of the step before have ended.
         logits: [N, vocab].
         likeliest: int64 [N]; the step's tokens.
         features: for a draft model, [T_local, C] per recorded layer; of all tokens if every cp rank computes them.
@@ -357,6 +395,7 @@ class LaunchedLayers:
         recorded: the graphs that were replayed, or None.
     """
 
+    plan: StepPlan
     logits: Tensor | None = None
     likeliest: Tensor | None = None
     features: Tensor | None = None

@@ -10,7 +10,7 @@ from raycache.errors import RankLostError
 from raycache.parallel.board import Lane
 from raycache.parallel.lost_peers import logging_errors_of_gpu, reporting_lost_peers
 from raycache.rank.member import Member
-from raycache.rank.pending_result import PendingResult
+from raycache.rank.pending_result import Pending
 from raycache.rank.rank import Rank
 from raycache.wire.control import receive_masks, receive_plan, result_ranks, send_result
 from raycache.wire.plan import StepPlan
@@ -54,7 +54,7 @@ class _Plans:
     def __init__(self, rank: Rank, member: Member) -> None:
         self._rank, self._member = rank, member
         self._sends_results = member.spec.rank in result_ranks(rank.ctx.split)
-        self._unsent: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._unsent: deque[tuple[StepPlan, Pending]] = deque()
         self.step = 0
 
     def execute_all(self) -> None:
@@ -66,7 +66,7 @@ class _Plans:
             with refusing_out_of_memory(ctx.device, doing=f"running step {plan.step}"):
                 layers = self._rank.launch(plan)
                 masks = receive_masks(plan, ctx.control, meanwhile=self._send_ready)
-                pending = self._rank.finish(plan, layers, masks)
+                pending = self._rank.finish(layers, masks)
             self._unsent.append((plan, pending))
             self._send_ready()
             if plan.is_last:
@@ -74,9 +74,15 @@ class _Plans:
 
     def _send_ready(self) -> bool:
         """Send the results of finished steps, in order; returns whether any steps are unfinished."""
-        while self._unsent and self._unsent[0][1].is_ready():
+        while self._unsent and self._is_ready():
             plan, pending = self._unsent.popleft()
             if self._sends_results and not plan.is_last:
                 send_result(plan, pending.wait(), self._rank.ctx.control)
             self._member.post(Lane.STEP, plan.step)
         return bool(self._unsent)
+
+    def _is_ready(self) -> bool:
+        """Whether the oldest unsent results are there; may launch the passes of a draft model."""
+        plan, pending = self._unsent[0]
+        with refusing_out_of_memory(self._rank.ctx.device, doing=f"drafting in step {plan.step}"):
+            return pending.is_ready()

@@ -23,7 +23,10 @@ def in_single_rows(plan: StepPlan) -> StepPlan:
             rows.append(row)
             continue
         tokens = (row.tokens[4 * i : 4 * i + 4] for i in range(row.num_tokens))
-        rows += [Row(row.slot, row.start + i, own, output_position=row.output_position) for i, own in enumerate(tokens)]
+        rows += [
+            Row(row.slot, row.start + i, own, output_position=row.output_position, is_fed=row.is_fed)
+            for i, own in enumerate(tokens)
+        ]
     return replace(plan, rows=rows)
 
 

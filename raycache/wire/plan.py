@@ -11,6 +11,9 @@ Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling 
               slot 5: position 77, fed                              decode, its token not yet known to the decider
               slot 6: position 40, 1 token and 3 drafts             decode, yields up to 4 tokens
                       3 next drafts                                 to be drafted for the next row
+    StepPlan 18
+              slot 6: position 41 or up to 3 later, fed             as many later as drafts are accepted in step 17
+                      3 drafts, fed                                 those drafted there
 """
 
 from __future__ import annotations
@@ -54,6 +57,11 @@ UNKNOWN: PackedTokens = (-1).to_bytes(4, "little", signed=True)
 """Placeholder in a fed row for the token that the decider does not know yet."""
 
 
+def unknown_drafts(count: int) -> PackedTokens:
+    """Placeholders in a fed row for draft tokens that the decider does not know yet: -2, -3, ..."""
+    return np.arange(-2, -2 - count, -1, dtype=np.int32).tobytes()
+
+
 @dataclass(frozen=True, slots=True)
 class Admit:
     """Assigns a slot to a new request.
@@ -88,7 +96,10 @@ class Row:
             empty for none.
         read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
         write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
-        is_fed: whether its one new token is the one sampled for this slot by the previous plan; `tokens` is UNKNOWN.
+        is_fed: whether its first new token is the last one that the previous plan samples for this slot, and its draft
+            tokens are those that the ranks draft there; `tokens` is UNKNOWN, then `unknown_drafts`. `start`,
+            `output_position` and `read_state` are for the case that the previous plan's row accepts no draft token; the
+            ranks move the row up by as many as it accepts. There are pages for all of them.
         num_drafts: number of draft tokens at the end of `tokens`. One token is sampled after the last known token,
             and one after each draft token.
         draft_states: slots for the states after each draft token; `write_state` is then for the state after the last
@@ -99,6 +110,7 @@ class Row:
         next_token: token after the last new one, for draft models; -1 if it is to be sampled.
         is_masked: whether only some tokens may be sampled. Their masks come after the plan (see `StepPlan.mask_len`):
             one after the last known token, and one after each draft token.
+        stops_at_page: whether no draft token beyond the next page boundary is accepted, where a restore point is due.
     """
 
     slot: int
@@ -116,6 +128,7 @@ class Row:
     num_next_drafts: int = 0
     next_token: int = -1
     is_masked: bool = False
+    stops_at_page: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +144,10 @@ class Row:
     def first_sampled(self) -> int:
         """Index in the chunk after which the first token is sampled, if any; draft tokens follow it."""
         return self.num_tokens - 1 - self.num_drafts
+
+    def most_accepted(self, start: int, *, page_size: int) -> int:
+        """Draft tokens that may be accepted if the row begins at `start`."""
+        return min(self.num_drafts, page_size - start % page_size - 1) if self.stops_at_page else self.num_drafts
 
     @property
     def num_masks(self) -> int:
@@ -196,7 +213,7 @@ class StepPlan:
                 bytes(r.accepted),
                 r.num_next_drafts,
                 r.next_token,
-                *([True] if r.is_masked else []),
+                *([r.is_masked, True] if r.stops_at_page else [True] if r.is_masked else []),
             ]
             for r in self.rows
         ]

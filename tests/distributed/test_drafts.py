@@ -13,6 +13,7 @@ from tests.oracle.golden import golden
 from tests.oracle.tiny_tokenizers import byte_level
 from tests.unit import test_draft_models as by_models
 from tests.unit.test_drafts import GREEDY, PROMPTS, complete, drafting
+from tests.unit.test_drafts_ahead import watch
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,29 @@ def test_drafts_of_any_split_are_those_of_a_slow_twin(
         rows.clear()
         assert by_models.complete(llm, PROMPTS) == texts
         assert llm.stats().cached_tokens > 0 and rows == cold
+
+
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [
+        pytest.param(by_models.small, {"tp": 2}, id="small, tp=2"),
+        pytest.param(by_models.eagle3("llama", has_embedding=False), {"cp": 2}, id="eagle3 of llama, cp=2"),
+        pytest.param(
+            by_models.other("nemotron_h", "llama", share=0.35),
+            {"tp": 2, "cp": 2, "decode_split": "on"},
+            id="nemotron_h by llama, tp=2 cp=2, split weights",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_any_split_follows_what_is_planned_before_it_is_known(
+    tmp_path: Path, make: by_models.Make, split: dict[str, Any]
+) -> None:
+    pair = make(tmp_path)
+    with by_models.open_llm(pair.target) as plain:
+        texts = [by_models.complete(plain, PROMPTS, sampling) for sampling in (by_models.GREEDY, by_models.SAMPLED)]
+    with pair.open(rank_timeout_s=60, overlap="on", **split) as llm:
+        counted = watch(llm)
+        for sampling, wanted in zip((by_models.GREEDY, by_models.SAMPLED), texts, strict=True):
+            assert by_models.complete(llm, PROMPTS, sampling) == wanted
+        assert counted["fed"] == counted["decode"] and counted["fed with drafts"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,43 @@ def test_recurrent_models_keep_a_state_behind_each_draft_token(tmp_path: Path, f
             assert complete(llm, asked) == wanted
         stats = llm.stats()
         assert stats.accepted == stats.drafted and stats.drafted[3] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32", "gemma3", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["recorded", "eager"])
+def test_steps_planned_before_drafts_are_checked_give_the_same_tokens(
+    tmp_path: Path, family: str, has_graphs: bool
+) -> None:
+    """Drafts of another model of the same vocabulary, of which few are right, and of the model itself."""
+    model, other = (byte_level(make_family(tmp_path / name, name)) for name in (family, "qwen3"))
+    asked = prompts(515)
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True)
+    settings: dict[str, Any] = {"draft_tokens": 3, "adaptive_drafts": False, "cuda_graphs": has_graphs}
+    settings |= {"max_running": 4, "max_model_len": 512, "page_size": 16, "num_pages": 64, "dtype": "float32"}
+    for draft in (model, other):
+        found = []
+        for overlap in ("off", "on"):
+            with LLM(str(model), device="cuda", draft=str(draft), overlap=overlap, **settings) as llm:
+                fed = count_fed(llm)
+                greedy, stats = complete(llm, asked), llm.stats()
+                assert (stats.accepted == stats.drafted) == (draft is model)
+                found.append([greedy, complete(llm, asked, sampled)])
+                assert (fed["with drafts"] > 0) == (overlap == "on")
+        assert found[0] == found[1]
+
+
+def count_fed(llm: LLM) -> Counter[str]:
+    """Count rows from now on that were planned before those before them had ended."""
+    counted = Counter[str]()
+    scheduler = llm.engine._scheduler
+    schedule = scheduler.schedule
+
+    def watched(now_s: float) -> Any:
+        ended, batch = schedule(now_s)
+        for row in () if batch is None else batch.rows:
+            counted["decode"] += row.output_position > 0
+            counted["with drafts"] += row.is_fed and row.num_drafts > 0
+        return ended, batch
+
+    scheduler.schedule = watched  # type: ignore[method-assign]
+    return counted

@@ -143,7 +143,7 @@ def test_recorded_steps_under_cp_draft_what_one_gpu_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     service = Service.of(*PAIRS[kind](tmp_path), monkeypatch)
-    plans = [plan for plan, _ in service.steps if plan.rows]
+    plans = [plan for plan in service.known if plan.rows]
     wanted = of_one(config_of(service, device="cuda", cuda_graphs=False), plans)
     found, replays = of_gang(config_of(service, cp=2, decode_split="on"), plans)
     for counted in replays:

@@ -41,6 +41,7 @@ class Setup:
         stages: of the pipeline.
         plans_ahead: whether a step is planned while the one before runs; with one stage.
         most_drafts: draft tokens per row.
+        are_from_ranks: whether ranks make them.
         has_storage: whether there is a storage tier.
         most_objects: that it takes.
         trouble, storage_trouble: what goes wrong.
@@ -62,6 +63,7 @@ class Setup:
     max_model_len: int = 10_000
     interval: int = 0
     most_drafts: int = 0
+    are_from_ranks: bool = False
     policy: WritePolicy = WritePolicy.THROUGH
     eviction: Eviction = Eviction.LRU
     has_storage: bool = False
@@ -208,7 +210,7 @@ class Tiered:
     def _gang(self) -> TwinExecutor:
         self.mover = TwinMover(self.memory, trouble=self.setup.trouble, random=self._random)
         depth = 2 if self.setup.plans_ahead else self.setup.stages
-        return TwinExecutor(self.setup.sizes(is_host=False), depth=depth, mover=self.mover)
+        return TwinExecutor(self.setup.sizes(is_host=False), depth=depth, mover=self.mover, drafter=self.drafter)
 
     def _build(self) -> None:
         setup, identity = self.setup, Identity("twin", self.setup.page_size)
@@ -265,7 +267,12 @@ class Tiered:
                 micro_batches=setup.stages,
                 eos_token_ids=(EOS,),
                 restore_interval=setup.interval,
-                drafts=Drafts(self.drafter if setup.most_drafts else None, most=setup.most_drafts, is_adaptive=False),
+                drafts=Drafts(
+                    self.drafter if setup.most_drafts and not setup.are_from_ranks else None,
+                    most=setup.most_drafts,
+                    are_from_ranks=setup.are_from_ranks,
+                    is_adaptive=False,
+                ),
             ),
             identity=identity,
             timeout_s=5.0,

@@ -27,7 +27,8 @@ from raycache.errors import RankLostError
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
-from raycache.wire.plan import NO_MASKS, UNKNOWN, Admit, Masks, Row, RowResult, StepPlan
+from raycache.wire.plan import NO_MASKS, UNKNOWN, Admit, Masks, Row, RowResult, StepPlan, unknown_drafts
+from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin_host import Content, TwinHost, TwinMover
 
 VOCAB = 13
@@ -82,21 +83,30 @@ class TwinExecutor:
         sizes: of the pools.
         depth: plans that may be in flight.
         mover: of its pages to and from the host, if there is one.
+        drafter: of next draft tokens; none are asked for without it.
 
     Attributes:
         plans: all that were executed.
         is_lost: set it, and the gang is lost at the next collect.
     """
 
-    def __init__(self, sizes: SpaceSizes, *, depth: int = 1, mover: TwinMover | None = None) -> None:
+    def __init__(
+        self,
+        sizes: SpaceSizes,
+        *,
+        depth: int = 1,
+        mover: TwinMover | None = None,
+        drafter: KnownTexts | None = None,
+    ) -> None:
         self.depth = depth
+        self._drafter = drafter
         self.plans: list[StepPlan] = []
         self.is_lost = False
         self._page_size = sizes.page_size
         self._waiting: deque[tuple[StepPlan, bytes]] = deque()
         self._masks: dict[int, Masks] = {}  # by step
         self._done: deque[list[RowResult]] = deque()
-        self._last: dict[int, int] = {}
+        self._last: dict[int, tuple[Row, RowResult]] = {}  # by slot, of the plan before
         self._windows = {FULL: 0} | {space: window for space, (window, _) in sizes.windows.items()}
         self._counts = {FULL: sizes.num_pages} | {space: count for space, (_, count) in sizes.windows.items()}
         self._num_states = sum(sizes.states.values())
@@ -150,10 +160,15 @@ class TwinExecutor:
     def _execute(self, plan: StepPlan) -> list[RowResult]:
         assert not self.plans or plan.step == self.plans[-1].step + 1, "a step was left out"
         assert all(_may_follow(before, row) for before, row in _followed(plan.rows)), "rows of a slot do not follow"
+        for admit in plan.admits:
+            self._reach[admit.slot] = 0
+        for row in plan.rows:
+            num_open = self._last[row.slot][0].num_drafts if row.is_fed else 0
+            reach = row.start + num_open + row.num_tokens + row.num_next_drafts
+            self._reach[row.slot] = max(self._reach[row.slot], reach)
         plan = replace(plan, rows=[self._fed(row) for row in plan.rows])
         self.plans.append(plan)
         for admit in plan.admits:
-            self._reach[admit.slot] = 0
             self._tables[admit.slot] = {space: list(admit.pages.get(space, ())) for space in self._windows}
         self.mover.save(plan.saves, is_first=plan.is_saved_first)
         for row in plan.rows:
@@ -171,8 +186,12 @@ class TwinExecutor:
             _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, admits.pop(row.slot, None), mine)
             for row, mine in zip(plan.rows, self._masks_of(plan), strict=True)
         ]
+        for row, result in zip(plan.rows, results, strict=True):
+            if row.num_next_drafts:
+                is_bad = row.slot in bad_slots
+                result.next_drafts = [VOCAB] * row.num_next_drafts if is_bad else self._drafted(row, result)
         sampled = zip(plan.rows, results, strict=True)
-        self._last = {row.slot: result.tokens[-1] for row, result in sampled if result.tokens}
+        self._last = {row.slot: (row, result) for row, result in sampled if result.tokens}
         return results
 
     def _masks_of(self, plan: StepPlan) -> list[list[bytes]]:
@@ -189,8 +208,28 @@ class TwinExecutor:
         if not row.is_fed:
             assert min(np.frombuffer(row.tokens, np.int32)) >= 0, "a row has a token that nobody knows"
             return row
-        assert row.tokens == UNKNOWN, "a row that is fed has a token"
-        return replace(row, tokens=self._last[row.slot].to_bytes(4, "little"))
+        assert row.tokens == UNKNOWN + unknown_drafts(row.num_drafts), "a row that is fed has a token"
+        before, result = self._last[row.slot]
+        count = self._num_accepted(before, result)
+        drafts = result.next_drafts[: row.num_drafts]
+        assert len(drafts) == row.num_drafts, "a row that is fed has draft tokens that nobody made"
+        return replace(
+            row,
+            start=row.start + count,
+            output_position=row.output_position + count,
+            tokens=np.array([result.tokens[count], *drafts], np.int32).tobytes(),
+            read_state=(row.read_state, *before.draft_states)[count] if before.draft_states else row.read_state,
+        )
+
+    def _num_accepted(self, row: Row, result: RowResult) -> int:
+        """Draft tokens of a row that are what was sampled before them."""
+        drafts, count = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist(), 0
+        for draft, token in zip(drafts, result.tokens, strict=False):
+            is_end = row.stops_at_page and (row.start + 1 + count) % self._page_size == 0
+            if draft != token or is_end:
+                break
+            count += 1
+        return count
 
     def _copy(self, space: str, device: int) -> Content:
         """What a unit holds now."""
@@ -248,7 +287,6 @@ class TwinExecutor:
             self._drafts.discard(place)
             if position > row.start + row.first_sampled:
                 self._drafts.add(place)
-        self._reach[row.slot] = max(self._reach[row.slot], row.start + row.num_tokens)
 
     def _check_tables(self, plan: StepPlan) -> None:
         for slot in {row.slot for row in plan.rows}:
@@ -309,6 +347,15 @@ class TwinExecutor:
             if plan.num_top is not None:
                 result.logprobs.append(logprob(known, result.tokens[-1], num_top=plan.num_top))
         return result
+
+    def _drafted(self, row: Row, result: RowResult) -> list[int]:
+        """The draft tokens of the next row."""
+        assert self._drafter is not None, "draft tokens are asked for, but there is no drafter"
+        count, most = self._num_accepted(row, result), row.num_next_drafts
+        known = self._see(row, FULL, first=0, stop=row.start + row.first_sampled + 1 + count)
+        known = np.array([*known, result.tokens[count]], np.int32)
+        drafts = np.frombuffer(self._drafter.draft(known.tobytes(), most), np.int32).tolist()
+        return [*drafts, *[VOCAB - 1] * most][:most]
 
     def _see(self, row: Row, space: str, *, first: int, stop: int | None = None) -> list[int]:
         """Tokens of a row as its pages have them."""

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from raycache.cache.prefetches import Waiting
+from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.errors import RankLostError
 from raycache.types import FinishReason, GenerateRequest, Miss, SamplingParams
 from raycache.wire.plan import RowResult, StepPlan
+from tests.oracle.drafters import KnownTexts
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation
 from tests.oracle.twin_storage import StorageTrouble
@@ -381,3 +383,52 @@ def test_tokens_outside_the_prompt_are_never_looked_at_before_they_are_known() -
         add(engine, name, [*whole, VOCAB - 1, VOCAB - 1], max_tokens=1)
         assert engine.step()[0].cached_tokens == len(whole) // 2 * 2
         run(engine)
+
+
+def of_ranks(most: int = 3, **settings: Any) -> tuple[Engine, TwinExecutor, KnownTexts, Drafts]:
+    """An engine whose draft tokens the ranks make."""
+    drafter, drafts = KnownTexts([], vocab=VOCAB), Drafts(most=most, are_from_ranks=True, is_adaptive=False)
+    return *make_engine(drafts=drafts, drafter=drafter, num_pages=200, **settings), drafter, drafts
+
+
+def drafting(engine: Engine, drafter: KnownTexts, count: int = 3, **kwargs: Any) -> None:
+    """Answer some requests, of whose output some draft tokens are right."""
+    prompts = {f"r{i}": prompt_of(i, 9 + i) for i in range(count)}
+    right = {name: add(engine, name, prompt, **{"max_tokens": 40, **kwargs}) for name, prompt in prompts.items()}
+    drafter.texts += [prompts[name] + right[name] for name in prompts]
+    assert run(engine) == right
+    engine.check()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_rows_are_planned_before_it_is_known_how_many_draft_tokens_those_before_accept(has_state: bool) -> None:
+    rates, steps = [], []
+    for plans_ahead in (False, True):
+        engine, executor, drafter, drafts = of_ranks(plans_ahead=plans_ahead, has_state=has_state, points=64)
+        drafting(engine, drafter)
+        rows = [row for plan in executor.plans for row in plan.rows if row.output_position > 0]
+        assert {row.is_fed for row in rows} == {plans_ahead}
+        assert sum(row.num_drafts > 0 for row in rows) > 0.6 * len(rows)
+        rates.append(drafts.num_accepted / drafts.num_drafted)
+        steps.append(len(executor.plans))
+    # A row in flight is discarded at the end, and with states a row begins anew at each page boundary.
+    assert rates[0] == pytest.approx(rates[1], abs=0.1) and abs(steps[1] - steps[0]) <= 4
+
+
+def test_rows_with_penalties_wait_until_draft_tokens_are_accepted() -> None:
+    engine, executor, drafter, drafts = of_ranks(plans_ahead=True)
+    drafting(engine, drafter, sampling=replace(greedy(40), presence_penalty=0.5))
+    rows = [row for plan in executor.plans for row in plan.rows if row.num_drafts]
+    assert drafts.num_accepted > 0 and not any(row.is_fed for row in rows)
+
+
+def test_draft_tokens_wait_where_states_are_too_few_for_two_rows_of_each_request() -> None:
+    for points, is_fed in ((0, False), (8 * 5, True)):
+        engine, executor, drafter, drafts = of_ranks(plans_ahead=True, has_state=True, points=points, max_running=8)
+        drafting(engine, drafter, 8)
+        # States for two rows of each of four requests, or of all eight.
+        plans = [
+            plan for plan in executor.plans if len(plan.rows) > 4 and all(row.output_position > 0 for row in plan.rows)
+        ]
+        assert any(row.is_fed and row.num_drafts for plan in plans for row in plan.rows) == is_fed
+        assert len(plans) > 4 and drafts.num_accepted > 0

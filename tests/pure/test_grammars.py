@@ -92,6 +92,16 @@ def test_outputs_are_those_of_the_pattern_beside_free_ones(stages: int, plans_ah
     assert {row.is_fed for row in rows if row.is_masked} == ({True, False} if plans_ahead else {False})
 
 
+def test_rows_with_masks_wait_until_draft_tokens_of_the_ranks_are_accepted() -> None:
+    drafter, drafts = KnownTexts([], vocab=VOCAB), Drafts(most=3, are_from_ranks=True, is_adaptive=False)
+    engine, executor = make_engine(plans_ahead=True, drafts=drafts, drafter=drafter)
+    right = {pattern: add(engine, pattern, pattern, prompt_of(i, 9)) for i, pattern in enumerate(PATTERNS)}
+    drafter.texts += [prompt_of(i, 9) + right[pattern] for i, pattern in enumerate(PATTERNS)]
+    assert run(engine) == right
+    rows = [row for plan in executor.plans for row in plan.rows if row.num_drafts]
+    assert drafts.num_accepted > 0 and not any(row.is_fed for row in rows)
+
+
 def test_without_its_masks_a_request_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = np.full((1, 4), 255, np.uint8)
     monkeypatch.setattr(grammar_module.Grammars, "masks", lambda self, rows, matchers: everything[: len(rows)])

@@ -58,13 +58,14 @@ def make_engine(
     points: int = 8,
     interval: int = 0,
     drafts: Drafts | None = None,
+    drafter: KnownTexts | None = None,
     threads: Executor | None = None,
 ) -> tuple[Engine, TwinExecutor]:
     drafts = drafts or Drafts()
     sizes = make_sizes(
         num_pages, page_size, max_running, window=window, has_state=has_state, points=points, drafts=drafts.most
     )
-    executor = TwinExecutor(sizes, depth=2 if plans_ahead else stages)
+    executor = TwinExecutor(sizes, depth=2 if plans_ahead else stages, drafter=drafter)
     info = EngineInfo(
         model="twin",
         model_dir="",
@@ -189,6 +190,7 @@ class Service(RuleBasedStateMachine):
         points=st.integers(0, 5),
         interval=st.sampled_from([0, 3, 8]),
         most_drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        are_from_ranks=st.booleans(),
     )
     def start(
         self,
@@ -204,6 +206,7 @@ class Service(RuleBasedStateMachine):
         points: int,
         interval: int,
         most_drafts: int,
+        are_from_ranks: bool,
     ) -> None:
         self.sizes = make_sizes(
             num_pages,
@@ -230,7 +233,13 @@ class Service(RuleBasedStateMachine):
             has_state=has_state,
             points=points,
             interval=interval,
-            drafts=Drafts(self.drafter if most_drafts else None, most=most_drafts, is_adaptive=most_drafts == 3),
+            drafts=Drafts(
+                self.drafter if most_drafts and not are_from_ranks else None,
+                most=most_drafts,
+                are_from_ranks=are_from_ranks,
+                is_adaptive=most_drafts == 3,
+            ),
+            drafter=self.drafter,
         )
         self.requests: dict[str, Expected] = {}
         self.ended: list[Expected] = []
@@ -306,7 +315,7 @@ class Service(RuleBasedStateMachine):
                 self._take(self.engine.step())
             except RankLostError:
                 break
-        self.executor = TwinExecutor(self.sizes, depth=self.executor.depth)
+        self.executor = TwinExecutor(self.sizes, depth=self.executor.depth, drafter=self.drafter)
         self.engine.restart(self.executor)
         assert self.engine.stats().pages_free == self.engine.info.num_pages
 

@@ -80,6 +80,7 @@ def setup_of(cell: Cell, random: Random) -> Setup:
         max_model_len=48,
         interval=random.choice([0, 0, 8]),
         most_drafts=random.choice([0, 0, 2, 5]),
+        are_from_ranks=random.random() < 0.5,
         policy=policy,
         eviction=eviction,
         waiting=waiting,

@@ -23,15 +23,17 @@ from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
 from raycache.decider.drafts import AcceptanceRate, DraftStep
 from raycache.deployment.deployment import deploy
+from raycache.gang.executors import LocalExecutor
 from raycache.parallel.board import AckBoard
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank import build
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.graphs import DecodeGraphs, _Recorded
+from raycache.rank.last_tokens import LastTokens
 from raycache.rank.member import Member, RankSpec
-from raycache.rank.pending_result import PendingResult
-from raycache.rank.rank import Rank
+from raycache.rank.pending_result import Pending
+from raycache.rank.rank import LaunchedLayers, Rank
 from raycache.step.inputs import StepInputs
 from raycache.wire.plan import RowResult, StepPlan, read_results
 from tests.oracle.gang import on_gang
@@ -44,6 +46,15 @@ SETTINGS: dict[str, Any] = {"max_step_tokens": 40, "max_running": 4, "num_pages"
 SAMPLINGS = [GREEDY, SAMPLED, replace(GREEDY, max_tokens=25)]
 
 
+def with_tokens(plan: StepPlan, last: LastTokens) -> StepPlan:
+    """A plan whose rows begin where they should, with the tokens that the device has for them."""
+    rows = []
+    for row in plan.rows:
+        tokens = [int(last.tokens[row.slot, -1 - i]) if i < 0 else i for i in np.frombuffer(row.tokens, np.int32)]
+        rows.append(replace(row, tokens=np.array(tokens, np.int32).tobytes(), is_fed=False))
+    return replace(plan, rows=rows)
+
+
 @dataclass
 class Service:
     """What a service with cp=1 has done on a CPU.
@@ -52,28 +63,42 @@ class Service:
         target: directory.
         draft: setting.
         steps: plans in order, and their results.
+        known: the same plans as if they had been made one by one: no row is fed, and their tokens are known.
     """
 
     target: Path
     draft: str
     steps: list[tuple[StepPlan, list[RowResult]]] = field(default_factory=list)
+    known: list[StepPlan] = field(default_factory=list)
 
     @classmethod
     def of(cls, target: Path, draft: str, monkeypatch: pytest.MonkeyPatch) -> Service:
         """Serve some prompts twice, greedy and sampled ones, of which now one wants drafts and now another."""
         service, drawn, finish = cls(target, draft), random.Random(5), Rank.finish
+        submit, collect = LocalExecutor.submit, LocalExecutor.collect
 
-        def noted(rank: Rank, plan: StepPlan, *rest: Any) -> PendingResult:
-            pending = finish(rank, plan, *rest)
-            service.steps.append((plan, read_results(plan, [pending.wait().copy()])))
-            return pending
+        def submitted(executor: LocalExecutor, plan: StepPlan) -> None:
+            submit(executor, plan)
+            service.steps.append((plan, []))
+
+        def collected(executor: LocalExecutor, plan: StepPlan) -> list[RowResult]:
+            results = collect(executor, plan)
+            next(found for other, found in service.steps if other is plan).extend(results)
+            return results
+
+        def finished(rank: Rank, layers: LaunchedLayers, *rest: Any) -> Pending:
+            assert rank.last is not None
+            service.known.append(with_tokens(layers.plan, rank.last))
+            return finish(rank, layers, *rest)
 
         def wanted(step: DraftStep, rate: AcceptanceRate) -> int:
             return NUM_DRAFTS if drawn.random() < 0.6 else 0
 
         with monkeypatch.context() as patched:
             patched.setattr(DraftStep, "wanted", wanted)
-            patched.setattr(Rank, "finish", noted)
+            patched.setattr(Rank, "finish", finished)
+            patched.setattr(LocalExecutor, "submit", submitted)
+            patched.setattr(LocalExecutor, "collect", collected)
             with open_llm(target, draft=draft, device="cpu", **SETTINGS) as llm:
                 for _ in range(2):
                     llm.generate(PROMPTS, SAMPLINGS)
@@ -87,6 +112,7 @@ class Service:
         for plan, results in self.steps:
             rows = plan.rows
             found["fed"] += any(row.is_fed for row in rows)
+            found["fed with drafts"] += any(row.is_fed and row.num_drafts for row in rows)
             found["checked"] += any(row.num_drafts for row in rows)
             found["some draft"] += 0 < sum(row.num_next_drafts > 0 for row in rows) < len(rows)
             found["beside prompts"] += len({row.num_tokens - row.num_drafts > 1 for row in rows}) == 2
@@ -199,7 +225,13 @@ def check_results(service: Service, found: list[list[RowResult]]) -> None:
 
 def check(service: Service, found: list[list[RowResult]]) -> None:
     check_results(service, found)
-    assert min(service.kinds[kind] for kind in ("fed", "checked", "some draft", "beside prompts", "drafts")) > 0
+    assert (
+        min(
+            service.kinds[kind]
+            for kind in ("fed", "fed with drafts", "checked", "some draft", "beside prompts", "drafts")
+        )
+        > 0
+    )
 
 
 OFTEN = ["llama by nemotron_h", "eagle3 of llama"]

@@ -140,7 +140,7 @@ class Unrecorded:
     def replay(self, *, hidden: Tensor | None) -> tuple[Tensor, ...]:
         inputs = self._batch.inputs
         if self._rank.last is not None:
-            inputs.ids.copy_(torch.where(inputs.ids < 0, self._rank.last.tokens[self._batch.slots], inputs.ids))
+            inputs.ids.copy_(self._rank.last.filled(inputs.ids, self._batch.slots))
         run = ForwardPass(TorchStep(inputs, expanded_bytes=0), self._rank.pool, inputs.positions)
         return tuple(part[: self._batch.num_local] for part in self._forward(inputs.ids, None, run))
 
@@ -200,7 +200,7 @@ def ran(
             rank.decode_model = rank.model.over_cp(CpSplit.of(ctx))
         if is_recorded:
             rank.graphs = Unrecorded(rank)  # type: ignore[assignment]
-        return [rank.finish(plan, rank.launch(plan, needs_logits=needs_logits)).wait().copy() for plan in steps]
+        return [rank.finish(rank.launch(plan, needs_logits=needs_logits)).wait().copy() for plan in steps]
 
     by_rank = on_gang(split, work)
     for number, found in enumerate(by_rank):
