@@ -31,8 +31,9 @@ from raycache.memory.staging import LoadStage, SaveStage, checksums_of
 from raycache.memory.streams import CopyEngine, Event, PinnedSlabs, cuda_major
 from raycache.parallel.sharding import even_range
 
-BUFFER_BYTES = 32 << 20
-"""Size of each of the two buffers of a lane. Only the last buffer's content delays the end of a move."""
+BUFFER_BYTES = 64 << 20
+"""Size of each of the two buffers of a lane, enough for the thread of a lane to keep the link busy while others launch
+a step."""
 
 SUMS_BYTES = 320 << 20
 """Size of the partial checksums of a load, which are a 16th of its bytes; loads that need more are done in parts."""
@@ -87,7 +88,7 @@ class Lane:
         self._ids = {name: torch.empty(count, dtype=torch.int64).pin_memory() for name, count in spaces.items()}
         self.first, self.second = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._emptied = [self.second.record_event() for _ in self.buffers]
+        self._emptied = [torch.cuda.Event(blocking=True) for _ in self.buffers]
         self._next = itertools.cycle(range(len(self.buffers)))
 
     def begin(self, after: Event) -> None:
@@ -104,9 +105,12 @@ class Lane:
         return pinned.to(self._device, non_blocking=True)
 
     def fill(self) -> int:
-        """Index of the buffer that the first stream may fill next."""
+        """Wait for the buffer that the first stream may fill next; returns its index.
+
+        The host waits, not the stream: streams share the queues of a device, and work that waits there holds up others.
+        """
         buffer = next(self._next)
-        self.first.wait_event(self._emptied[buffer])
+        self._emptied[buffer].synchronize()
         return buffer
 
     def hand_over(self) -> None:
@@ -115,7 +119,7 @@ class Lane:
 
     def empty(self, buffer: int) -> None:
         """Mark a buffer as empty once the second stream has done its work so far."""
-        self._emptied[buffer] = self.second.record_event()
+        self._emptied[buffer].record(self.second)
 
     def wait(self) -> None:
         """Wait until both streams are done, without blocking other threads."""
