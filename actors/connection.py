@@ -24,6 +24,7 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -33,6 +34,9 @@ _KEY_BYTES = 32
 """Of the key, of a nonce, and of a digest."""
 _LENGTH_BYTES = 8
 _HANDSHAKE_S = 10.0
+_MOST_STRANGERS = 64
+"""Connections that may be in their handshake; others wait until one has ended."""
+_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Listener:
         self._on_message = on_message
         self._changed = threading.Condition()  # of `_front`
         self._front: socket.socket | None = None
+        self._strangers = threading.Semaphore(_MOST_STRANGERS)
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -80,25 +85,35 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
-            front, (peer, *_) = self._server.accept()
             # A thread per connection, so that one that says nothing delays no other.
+            self._strangers.acquire()
+            try:
+                front, (peer, *_) = self._server.accept()
+            except OSError as cause:  # such as too many open files
+                self._strangers.release()
+                _log.warning("cannot accept a connection: %s", cause)
+                time.sleep(_RETRY_S)
+                continue
             threading.Thread(target=self._serve, args=(front, peer), name="front end", daemon=True).start()
 
     def _serve(self, front: socket.socket, peer: str) -> None:
         try:
-            front.settimeout(_HANDSHAKE_S)
-            front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with front.makefile("rb") as received:
-                if not self._is_ours(front, received):
+                try:
+                    is_ours = self._is_ours(front, received)
+                finally:
+                    self._strangers.release()
+                if not is_ours:
                     _log.warning("refused a connection from %s, which does not know the key", peer)
                     return
-                front.settimeout(None)
                 self._take(front)
                 while True:
                     length = int.from_bytes(_exactly(received, _LENGTH_BYTES), "little")
                     self._on_message(pickle.loads(_exactly(received, length)))
         except OSError as cause:  # EOF, too
             _log.info("the connection from %s has ended: %s", peer, cause)
+        except Exception:  # a message that this version cannot read; the front end is told by the end of the connection
+            _log.exception("cannot read what came from %s", peer)
         finally:
             self._drop(front)
 
@@ -110,7 +125,16 @@ class Listener:
             _close(former)
 
     def _is_ours(self, front: socket.socket, received: BinaryIO) -> bool:
-        """Shake hands; returns whether the other side knows the key."""
+        """Shake hands, within a time limit; returns whether the other side knows the key."""
+        front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        ending = threading.Timer(_HANDSHAKE_S, _shut, args=(front,))
+        ending.start()
+        try:
+            return self._knows_key(front, received)
+        finally:
+            ending.cancel()
+
+    def _knows_key(self, front: socket.socket, received: BinaryIO) -> bool:
         mine = secrets.token_bytes(_KEY_BYTES)
         front.sendall(mine)
         theirs = _exactly(received, _KEY_BYTES)
@@ -219,6 +243,10 @@ def _exactly(received: BinaryIO, size: int) -> bytes:
 
 
 def _close(front: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        front.shutdown(socket.SHUT_RDWR)  # ends a `recv` in another thread, which `close` does not
+    _shut(front)  # ends a `recv` in another thread, which `close` does not
     front.close()
+
+
+def _shut(front: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        front.shutdown(socket.SHUT_RDWR)

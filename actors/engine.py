@@ -1,7 +1,8 @@
 """The engine actor: owns the decider of one replica and its gangs.
 
-One thread runs the engine. Requests and outputs come and go over a connection (connection.py), whose threads only
-write to the inbox and read from the outbox, so that front end and steps never wait for each other; all else are calls.
+One thread runs the engine. Requests and outputs come and go over a connection (connection.py); one thread writes what
+comes to the inbox, and one sends what is in the outbox, so that front end and steps never wait for each other. All else
+are calls.
 
 Ranks are started before this process imports torch and reads the model, so that their imports go on at the same time.
 

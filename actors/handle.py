@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, answer, answer_now
 from actors.arena import Arenas
-from actors.connection import Connection
+from actors.connection import Address, Connection
 from actors.engine import HEARTBEAT_S, EngineActor, Message
 from actors.placement import Placement
 from raycache.config import Config
@@ -70,15 +70,12 @@ class EngineHandle:
         try:
             if not self._connection.is_open:
                 await self._connect()
-            received: list[Message] | RayCacheError = await self._connection.receive(
-                timeout_s=HEARTBEAT_S + _ANSWER_TIMEOUT_S
-            )
+            received: list[Message] | RayCacheError = await self._connection.receive(timeout_s=_SILENT_S)
         except OSError as cause:
             self._disconnect()
             await self.ask("progress")  # says more, if the actor died
-            raise ActorLostError(
-                f"the connection to {_ENGINE} broke: {cause or 'nothing came for too long'}"
-            ) from cause
+            reason = str(cause) or f"nothing came for {_SILENT_S:.0f} s"
+            raise ActorLostError(f"the connection to {_ENGINE} broke, which Ray still reaches: {reason}") from cause
         except BaseException:
             self._disconnect()
             raise
@@ -123,7 +120,15 @@ class EngineHandle:
         ray.kill(self._actor)
 
     async def _connect(self) -> None:
-        await self._connection.open(await self.ask("address"))
+        address: Address = await self.ask("address")
+        try:
+            await self._connection.open(address)
+        except OSError as cause:
+            await self.ask("progress")  # says more, if the actor died
+            raise EngineStoppedError(
+                f"cannot connect to {_ENGINE} at {address.host}, port {address.port}, though Ray reaches it: "
+                f"{str(cause) or 'no answer'}; let the nodes reach each other on all ports"
+            ) from cause
         self._watching = asyncio.create_task(self._watch())
 
     def _disconnect(self) -> None:

@@ -1,4 +1,4 @@
-"""A request as arguments of an actor call that travel with the call.
+"""A request as arguments of a call of the hub actor that travel with the call.
 
 Ray puts an argument above 100 KiB into its object store, and the actor waits until it has fetched it: two milliseconds
 for a prompt of 65,536 tokens. Several smaller arguments stay in the message, up to 10 MiB of them. They are bytes,

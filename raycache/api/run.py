@@ -152,15 +152,17 @@ async def _run(
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
     """One request. Leaving it before the engine has ended the request cancels it."""
     with ExitStack() as stack:
-        followers: list[Follower] = []
+        watch, has_begun = stack.enter_context(metrics.watch(choice.request)), False
+        followers: list[Follower] = [watch]
 
         def begin() -> None:
-            if not followers:
-                followers.append(stack.enter_context(metrics.watch(choice.request)))
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
                 contexts = [each(generation, choice) for each in follow]
                 followers.extend(stack.enter_context(each) for each in contexts if each is not None)
 
-        # Following begins when the request is with the engine, which does not wait for it.
+        # The engine, which has the request by then, does not wait for them.
         beginning = asyncio.get_running_loop().call_soon(begin)
         try:
             async with aclosing(engine.generate(choice.request)) as outputs:

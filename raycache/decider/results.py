@@ -62,7 +62,7 @@ class Results:
         request = run.request
         # A request that is told to end is no longer planned ahead, so a token fed to a row is never discarded.
         # A fed row begins later than planned if the one before it accepted draft tokens.
-        assert row.is_fed or row.start == run.num_computed, "a row does not begin where the one before it ended"
+        assert row.start == run.num_computed or (row.is_fed and row.start < run.num_computed), "a gap between rows"
         end = run.num_computed + row.num_tokens - row.num_drafts
         assert end <= request.num_tokens, "a row reaches beyond the known tokens"
         tokens, reason = self.drafted.take(run, row, result)

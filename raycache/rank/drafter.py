@@ -113,7 +113,7 @@ class Followed:
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftTokens:
     """Draft tokens of a step, int64, in the order of `drafting_rows`.
 
     Attributes:
@@ -238,7 +238,7 @@ class Drafter:
         ids = step.inputs.ids if tokens is None else self._next_ids(step.plan, tokens, step.inputs)
         return self._run(ids, features, step.inputs)[step.inputs.logits]
 
-    def draft(self, step: Followed, emitted: Tensor, outcome: Outcome, row_of: DraftRow) -> Drafted:
+    def draft(self, step: Followed, emitted: Tensor, outcome: Outcome, row_of: DraftRow) -> DraftTokens:
         """Draft the tokens that a step's rows request, at least one of them any. Collective over tp and cp.
 
         Args:
@@ -266,7 +266,7 @@ class Drafter:
             drafted.append(ids)
         return self._in_order(plan, drafted)
 
-    def _in_order(self, plan: StepPlan, drafted: Sequence[Tensor]) -> Drafted:
+    def _in_order(self, plan: StepPlan, drafted: Sequence[Tensor]) -> DraftTokens:
         """Put the draft tokens of all passes in the order of `drafting_rows`. Collective over cp."""
         cp = self.ctx.cp
         places = NextDrafts.places_of(plan, cp_size=cp.size)
@@ -286,7 +286,7 @@ class Drafter:
         else:
             parts = gather_padded(found, max(lens), self.ctx)
             own, every = found, torch.cat([part[:count] for part, count in zip(parts, lens, strict=True)])
-        return Drafted(own, every, [place for of_rank in places for place in of_rank])
+        return DraftTokens(own, every, [place for of_rank in places for place in of_rank])
 
     def _model(self, *, has_all_tokens: bool) -> DraftModel:
         """The model for steps of which every cp rank computes all tokens, or for others."""

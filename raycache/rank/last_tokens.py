@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.parallel.context import ParallelContext
+from raycache.rank.outcome import gather_padded
 from raycache.step.inputs import StepInputs
 from raycache.wire.plan import Row, StepPlan, emissions
 
@@ -20,8 +21,8 @@ from raycache.wire.plan import Row, StepPlan, emissions
 class LastTokens:
     """Last sampled token of each slot, and its next draft tokens; identical on all ranks of a stage.
 
-    After a row with draft tokens the next row gets its first token from the host: this class does not know which drafts
-    were accepted.
+    But for the slot of a row with draft tokens, which has sampled several: its next row gets the first token from the
+    host, and what is here may be any of them.
 
     Args:
         most_drafts: that ranks draft for a slot.
@@ -63,9 +64,7 @@ class LastTokens:
         if not longest:
             return
         if self._ctx.cp.size > 1:
-            padded = tokens.new_zeros(longest)
-            padded[: len(tokens)] = tokens
-            parts = self._ctx.cp.all_gather(padded)
+            parts = gather_padded(tokens, longest, self._ctx)
             tokens = torch.cat([part[: len(mine)] for part, mine in zip(parts, of_rank, strict=True)])
         self.tokens[self._on_device([slot for mine in of_rank for slot in mine]), 0] = tokens
 

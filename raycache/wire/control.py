@@ -67,7 +67,9 @@ def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: Fals
     packed = frame[8 : 8 + length].tobytes()
     if length > FRAME - 8:
         rest = torch.empty(length - (FRAME - 8), dtype=torch.uint8)
-        packed += control.broadcast(rest, root=_DECIDER).numpy().tobytes()
+        # As above, since a rank that others wait for in `meanwhile` may have to pass this on to them.
+        _wait(control.ibroadcast(rest, root=_DECIDER), meanwhile)
+        packed += rest.numpy().tobytes()
     return StepPlan.unpack(packed)
 
 

@@ -107,11 +107,8 @@ async def watch_streams(service: Service) -> set[str]:
             await asyncio.sleep(0.01)
 
 
-def test_64_streams_with_random_cancellations_leave_no_page_in_use(
-    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Cluster, model: Path) -> None:
     draw = random.Random(64)
-    monkeypatch.setattr("actors.inlined._PART_BYTES", 100)  # requests go in several parts, as long ones do
 
     async def one(service: Service, prompt: list[int], patience: int) -> None:
         stream = await service.client.completions.create(

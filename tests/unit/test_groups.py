@@ -332,6 +332,40 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: S
     assert answers == [[[[100]], [[102]]]] * 3
 
 
+def test_ranks_exchange_something_at_different_times_while_a_long_plan_arrives(store: Store) -> None:
+    """As draft models do: member 1 begins when no plan has come, the others when its first part has."""
+    split = Split(tp=4)
+    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
+    meeting = threading.Barrier(4, timeout=10)
+    may_send, plan = threading.Event(), StepPlan(1, [Row(0, 0, bytes(3 * FRAME), output_position=0)])
+
+    def work(group: Group, member: int) -> StepPlan | None:
+        if member == DECIDER:
+            may_send.wait(timeout=20)
+            broadcast_plan(plan, group)()
+            return None
+        begins_s = time.monotonic() + (0.0 if member == 1 else 1.0)
+        has_met = False
+
+        def meet() -> None:
+            nonlocal has_met
+            may_send.set()
+            meeting.wait()
+            has_met = True
+
+        def meanwhile() -> bool:
+            if not has_met and time.monotonic() > begins_s:
+                meet()
+            return not has_met
+
+        received = receive_plan(group, meanwhile=meanwhile)
+        if not has_met:
+            meet()
+        return received
+
+    assert [None if each is None else each.pack() for each in together(handle, work)] == [None] + 4 * [plan.pack()]
+
+
 def test_an_answer_to_another_step_is_a_lost_rank(store: Store) -> None:
     split = Split()
     handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
