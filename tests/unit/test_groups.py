@@ -333,7 +333,7 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: S
 
 
 def test_ranks_exchange_something_at_different_times_while_a_long_plan_arrives(store: Store) -> None:
-    """As draft models do: member 1 begins when no plan has come, the others when its first part has."""
+    """As draft models do: rank 0 begins when no plan has come, the others when its first part has."""
     split = Split(tp=4)
     handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
     meeting = threading.Barrier(4, timeout=10)
@@ -344,7 +344,7 @@ def test_ranks_exchange_something_at_different_times_while_a_long_plan_arrives(s
             may_send.wait(timeout=20)
             broadcast_plan(plan, group)()
             return None
-        begins_s = time.monotonic() + (0.0 if member == 1 else 1.0)
+        begins_s = time.monotonic() + (0.0 if member == 0 else 1.0)
         has_met = False
 
         def meet() -> None:
