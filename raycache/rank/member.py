@@ -17,7 +17,7 @@ from raycache.parallel.context import GroupHandle, ParallelContext
 from raycache.parallel.devices import require_gpus
 from raycache.parallel.relay import BoardSender, send_board
 
-SWITCH_S = 0.0002
+SWITCH_S = 0.00005
 
 
 @dataclass(frozen=True)
