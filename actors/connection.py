@@ -6,7 +6,7 @@ that is not sent per request or step goes through Ray, and so does the address o
     Connection.send    -- requests, cancels -->  Listener: on_message
     Connection.receive <------- outputs -------  Listener.send
 
-Frame: [length: 8 bytes, little endian | pickled message]. Messages are unpickled only once both sides have proved that
+Frame: [length: 8 bytes, little endian | message (messages.py)]. The first one comes once both sides have proved that
 they know the key:
 
     engine    -> nonce
@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import pickle
 import secrets
 import socket
 import threading
@@ -28,6 +27,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
+
+from actors.messages import pack, unpack
 
 _log = logging.getLogger(__name__)
 _KEY_BYTES = 32
@@ -109,7 +110,7 @@ class Listener:
                 self._take(front)
                 while True:
                     length = int.from_bytes(_exactly(received, _LENGTH_BYTES), "little")
-                    self._on_message(pickle.loads(_exactly(received, length)))
+                    self._on_message(unpack(_exactly(received, length)))
         except OSError as cause:  # EOF, too
             _log.info("the connection from %s has ended: %s", peer, cause)
         except Exception:  # a message that this version cannot read; the front end is told by the end of the connection
@@ -198,7 +199,7 @@ class Connection:
         try:
             async with asyncio.timeout(timeout_s):
                 length = await self._reader.readexactly(_LENGTH_BYTES)
-                return pickle.loads(await self._reader.readexactly(int.from_bytes(length, "little")))
+                return unpack(await self._reader.readexactly(int.from_bytes(length, "little")))
         except asyncio.IncompleteReadError as cause:
             raise ConnectionResetError("it was closed") from cause
 
@@ -231,7 +232,7 @@ def _digest(key: bytes, side: bytes, nonce: bytes) -> bytes:
 
 
 def _frame(message: Any) -> bytes:
-    packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    packed = pack(message)
     return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
 
 

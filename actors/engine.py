@@ -137,15 +137,12 @@ class EngineActor:
         answer = self._between_steps(lambda engine: engine.admin(command))
         return _within(answer, timeout_s=self._config.rank_timeout_s + command.timeout_s)
 
-    @ray.method(concurrency_group="ask")
-    def address(self) -> Address:
-        """Where the front end sends requests, and receives outputs."""
-        return self._listener.address
-
     @ray.method(concurrency_group="watch")
-    def sleep(self, seconds: float) -> None:
-        """Wait; a caller learns from Ray if the actor ends meanwhile."""
-        time.sleep(seconds)
+    def address(self, after_s: float) -> Address:
+        """Where the front end sends requests and receives outputs, told after some time: a caller that has no use for
+        it learns from Ray if the actor ends meanwhile."""
+        time.sleep(after_s)
+        return self._listener.address
 
     @ray.method(concurrency_group="ask")
     def stop(self, timeout_s: float) -> None:
@@ -187,7 +184,14 @@ class EngineActor:
             case str():
                 self._post(lambda: self._ready().cancel(message))
             case GenerateRequest():
-                self._post(lambda: self._add(message))
+
+                def add() -> None:
+                    try:
+                        self._ready().add(message)
+                    except RayCacheError as cause:
+                        self._put([(message.request_id, cause)])
+
+                self._post(add)
 
     def _deliver(self) -> None:
         """Send what is in the outbox, and last why the engine has ended."""
@@ -266,12 +270,6 @@ class EngineActor:
         if outputs:
             self._gangs.note_step()
             self._put([(output.request_id, output) for output in outputs])
-
-    def _add(self, request: GenerateRequest) -> None:
-        try:
-            self._ready().add(request)
-        except RayCacheError as cause:
-            self._put([(request.request_id, cause)])
 
     def _note_progress(self, phase: str, share: float) -> None:
         if self._is_stopping:

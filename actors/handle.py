@@ -42,7 +42,7 @@ class EngineHandle:
     ) -> None:
         self.placement = placement
         options: dict[str, Any] = {
-            "concurrency_groups": {"watch": 1, "ask": 3, "admin": 1, "flush": 2},
+            "concurrency_groups": {"watch": 2, "ask": 3, "admin": 1, "flush": 2},
             # On the node of rank 0: its arena holds the catalog of the host tier.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.nodes[0], soft=False),
             "enable_task_events": False,  # the watch makes a call every few seconds
@@ -120,7 +120,7 @@ class EngineHandle:
         ray.kill(self._actor)
 
     async def _connect(self) -> None:
-        address: Address = await self.ask("address")
+        address: Address = await self.ask("address", 0.0)
         try:
             await self._connection.open(address)
         except OSError as cause:
@@ -140,6 +140,6 @@ class EngineHandle:
         """Let `receive` fail once the actor has; a lost node closes no connection."""
         try:
             while True:
-                await self.ask("sleep", _WATCH_S)
+                await self.ask("address", _WATCH_S)
         except RayCacheError as error:
             self._connection.fail(error)

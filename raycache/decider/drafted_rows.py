@@ -18,7 +18,7 @@ from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
 from raycache.decider.request import Run
 from raycache.types import FinishReason, PackedTokens
-from raycache.wire.plan import Row, RowResult, unknown_drafts
+from raycache.wire.plan import Row, RowResult, left_in_page, unknown_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,8 @@ class DraftedRows:
     def _most(self, run: Run, start: int) -> int:
         """Most draft tokens for a decode row that begins at `start`."""
         most = self._most_for_len(run, start)
-        if self._leaves_points:
-            page_size = self._cache.page_size
-            most = min(
-                most, page_size - start % page_size - 1
-            )  # else the restore point at the page boundary would be missed
+        if self._leaves_points:  # else the one at the page boundary would be missed
+            most = min(most, left_in_page(start, page_size=self._cache.page_size))
         return most
 
     def _most_for_len(self, run: Run, start: int) -> int:

@@ -147,12 +147,17 @@ class Row:
 
     def most_accepted(self, start: int, *, page_size: int) -> int:
         """Draft tokens that may be accepted if the row begins at `start`."""
-        return min(self.num_drafts, page_size - start % page_size - 1) if self.stops_at_page else self.num_drafts
+        return min(self.num_drafts, left_in_page(start, page_size=page_size)) if self.stops_at_page else self.num_drafts
 
     @property
     def num_masks(self) -> int:
         """Number of masks."""
         return self.is_masked * (1 + self.num_drafts)
+
+
+def left_in_page(start: int, *, page_size: int) -> int:
+    """Draft tokens of a row that begins at `start` which do not reach beyond the next page boundary."""
+    return page_size - start % page_size - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Actor:
         self.reachable = self.listener.address
         self.lost: RayCacheError | None = None
         self._has_ended = asyncio.Event()
-        self.address, self.progress, self.sleep = map(self._method, (self._address, self._progress, self._sleep))
+        self.address, self.progress = map(self._method, (self._address, self._progress))
 
     def die(self, error: RayCacheError) -> None:
         self.lost = error
@@ -45,14 +45,13 @@ class Actor:
 
         return SimpleNamespace(remote=call)
 
-    async def _address(self) -> Address:
+    async def _address(self, after_s: float) -> Address:
+        if after_s:
+            await asyncio.wait([asyncio.create_task(self._has_ended.wait())], timeout=after_s)
         return self.reachable
 
     async def _progress(self) -> tuple[str, float]:
         return "ready", 1.0
-
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.wait([asyncio.create_task(self._has_ended.wait())], timeout=seconds)
 
 
 def made(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> EngineHandle:
