@@ -1,14 +1,14 @@
-"""What front ends and engines send each other, as bytes: msgpack with extensions for the classes below.
+"""What front ends and engines send each other, as bytes: msgpack, in which a map with one negative key stands for a
+value of another kind.
 
-    tuple       [item, ...]
-    array       int32, as they are in memory
-    dataclass   [number of the class, number of a field, its value, ...]    without fields that have their default
-    StrEnum     [number of the class, value]
-    error       [number of the class, args, attributes]
-    logprobs    a tuple of TokenLogprob as columns, since a prompt of 65,536 tokens has as many:
-                [number of None before them, token ids, logprobs, lengths of top, token ids in them, logprobs in them]
+    {-1: [item, ...]}                                   tuple
+    {-2: [class, number of a field, its value, ...]}    dataclass, without fields that have their default
+    {-3: [class, value]}                                StrEnum
+    {-4: [class, args, attributes]}                     error
+    {-5: columns}                                       tuple of TokenLogprob: a prompt of 65,536 tokens has as many
+    extension 1                                         array of int32, as it is in memory
 
-Nothing that comes can name code to run: there are no other classes.
+A class is its number below. Nothing that comes can name code to run: there are no other classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dataclasses
 import numbers
 from array import array
 from collections.abc import Mapping, Sequence
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from itertools import chain, islice
 from typing import Any
 
@@ -28,17 +28,8 @@ from raycache import errors
 from raycache.errors import RayCacheError
 from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
 
-
-class _Code(IntEnum):
-    """Codes of extensions."""
-
-    TUPLE = 0
-    ARRAY = 1
-    RECORD = 2
-    ENUM = 3
-    ERROR = 4
-    LOGPROBS = 5
-
+_TUPLE, _RECORD, _ENUM, _ERROR, _LOGPROBS = -1, -2, -3, -4, -5
+_ARRAY = 1
 
 _RECORDS: tuple[type[Any], ...] = (RequestOutput, GenerateRequest, SamplingParams)
 _ENUMS: tuple[type[StrEnum], ...] = (FinishReason, Miss)
@@ -49,11 +40,14 @@ _ERRORS: tuple[type[RayCacheError], ...] = (
     ),
     ActorLostError,
 )
+_FIELDS = [[(field.name, field.default) for field in dataclasses.fields(each)] for each in _RECORDS]
+_RECORD_NUMBERS, _ENUM_NUMBERS, _ERROR_NUMBERS = (
+    {each: number for number, each in enumerate(classes)} for classes in (_RECORDS, _ENUMS, _ERRORS)
+)
 _SURROGATES = "surrogatepass"
 """JSON can have half a character in a string."""
-_FIELDS = [[(field.name, field.default) for field in dataclasses.fields(each)] for each in _RECORDS]
-_NUMBER = {each: number for classes in (_RECORDS, _ENUMS, _ERRORS) for number, each in enumerate(classes)}
-"""Of each class, among those of its kind."""
+_BUFFER_BYTES = 16 * 1024
+"""At first; msgpack's own default takes longer to allocate than most messages to pack."""
 
 
 def pack(message: Any) -> bytes:
@@ -62,7 +56,9 @@ def pack(message: Any) -> bytes:
     Raises:
         TypeError: anything else is in it.
     """
-    packed: bytes = msgpack.packb(message, default=_extension, strict_types=True, unicode_errors=_SURROGATES)
+    packed: bytes = msgpack.packb(
+        message, default=_plain, strict_types=True, unicode_errors=_SURROGATES, buf_size=_BUFFER_BYTES
+    )
     return packed
 
 
@@ -72,64 +68,70 @@ def unpack(packed: bytes) -> Any:
     Raises:
         ValueError: it is none.
     """
-    return msgpack.unpackb(packed, ext_hook=_from_extension, strict_map_key=False, unicode_errors=_SURROGATES)
+    return msgpack.unpackb(
+        packed, object_hook=_from_map, ext_hook=_from_extension, strict_map_key=False, unicode_errors=_SURROGATES
+    )
 
 
-def _extension(value: Any) -> Any:
-    number = _NUMBER.get(type(value))
+def _plain(value: Any) -> Any:
+    """What stands for a value that msgpack does not know."""
+    kind = type(value)
+    if (number := _RECORD_NUMBERS.get(kind)) is not None:
+        record: list[Any] = [number]
+        for at, (name, default) in enumerate(_FIELDS[number]):
+            if (of_field := getattr(value, name)) is not default:
+                record += (at, of_field)
+        return {_RECORD: record}
+    if kind is tuple:
+        if value and type(value[-1]) is TokenLogprob:
+            return {_LOGPROBS: _columns(value)}
+        return {_TUPLE: list(value)}
+    if kind is array and value.typecode == "i":
+        return msgpack.ExtType(_ARRAY, value.tobytes())
+    if (number := _ENUM_NUMBERS.get(kind)) is not None:
+        return {_ENUM: [number, value.value]}
+    if isinstance(value, RayCacheError):
+        known = next(each for each in kind.__mro__ if each in _ERROR_NUMBERS)
+        attributes = {name: _text(each) for name, each in vars(value).items()}
+        return {_ERROR: [_ERROR_NUMBERS[known], list(map(_text, value.args)), attributes]}
     match value:
-        case (*_, TokenLogprob()):
-            return msgpack.ExtType(_Code.LOGPROBS, pack(_columns(value)))
-        case tuple():
-            return msgpack.ExtType(_Code.TUPLE, pack(list(value)))
-        case StrEnum() if number is not None:
-            return msgpack.ExtType(_Code.ENUM, pack([number, value.value]))
-        case array(typecode="i"):
-            return msgpack.ExtType(_Code.ARRAY, value.tobytes())
-        case RayCacheError():
-            known = next(each for each in type(value).__mro__ if each in _NUMBER)
-            attributes = {name: _plain(each) for name, each in vars(value).items()}
-            return msgpack.ExtType(
-                _Code.ERROR, pack([_NUMBER[known], [_plain(each) for each in value.args], attributes])
-            )
         case Mapping():
             return dict(value)
         case numbers.Integral():  # numpy's
             return int(value)
         case numbers.Real():
             return float(value)
-    if number is None:
-        raise TypeError(f"{type(value).__name__} is no part of a message")
-    record: list[Any] = [number]
-    for at, (name, default) in enumerate(_FIELDS[number]):
-        if (of_field := getattr(value, name)) is not default:
-            record += (at, of_field)
-    return msgpack.ExtType(_Code.RECORD, pack(record))
+    raise TypeError(f"{kind.__name__} is no part of a message")
 
 
-def _from_extension(code: int, packed: bytes) -> Any:
-    if code == _Code.ARRAY:
-        found = array("i")
-        found.frombytes(packed)
+def _from_map(found: dict[Any, Any]) -> Any:
+    if len(found) != 1:
         return found
-    parts = unpack(packed)
-    match code:
-        case _Code.TUPLE:
-            return tuple(parts)
-        case _Code.RECORD:
-            names = _FIELDS[parts[0]]
-            return _RECORDS[parts[0]](**{names[at][0]: each for at, each in zip(parts[1::2], parts[2::2], strict=True)})
-        case _Code.ENUM:
-            return _ENUMS[parts[0]](parts[1])
-        case _Code.LOGPROBS:
-            return _logprobs(*parts)
-        case _Code.ERROR:
-            number, args, attributes = parts
-            error = _ERRORS[number].__new__(_ERRORS[number])
-            error.args = tuple(args)
-            vars(error).update(attributes)
-            return error
-    raise ValueError(f"there is no extension {code}")
+    ((key, parts),) = found.items()
+    if key == _TUPLE:
+        return tuple(parts)
+    if key == _RECORD:
+        names = _FIELDS[parts[0]]
+        return _RECORDS[parts[0]](**{names[at][0]: each for at, each in zip(parts[1::2], parts[2::2], strict=True)})
+    if key == _ENUM:
+        return _ENUMS[parts[0]](parts[1])
+    if key == _LOGPROBS:
+        return _logprobs(*parts)
+    if key == _ERROR:
+        number, args, attributes = parts
+        error = _ERRORS[number].__new__(_ERRORS[number])
+        error.args = tuple(args)
+        vars(error).update(attributes)
+        return error
+    return found
+
+
+def _from_extension(code: int, data: bytes) -> array[int]:
+    if code != _ARRAY:
+        raise ValueError(f"there is no extension {code}")
+    found = array("i")
+    found.frombytes(data)
+    return found
 
 
 def _columns(logprobs: Sequence[TokenLogprob | None]) -> list[Any]:
@@ -161,6 +163,6 @@ def _logprobs(
     return (*[None] * num_none, *known)
 
 
-def _plain(value: Any) -> Any:
+def _text(value: Any) -> Any:
     """A part of an error, as text if it is of no plain type."""
     return value if isinstance(value, str | int | float | None) else str(value)
