@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import time
 from array import array
 from collections.abc import Callable
 from types import MappingProxyType
@@ -14,10 +12,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from actors import messages
 from actors.answers import ActorLostError
 from actors.messages import pack, unpack
-from raycache import errors
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RayCacheError, RequestError
 from raycache.types import CacheAction, FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
 
@@ -72,16 +68,6 @@ def test_messages_come_as_they_were_sent(sent: Any) -> None:
         assert found.finish_reason is sent.finish_reason and found.miss is sent.miss
 
 
-def test_every_field_of_every_class_comes_back() -> None:
-    """Also those that are added later, whatever their type, as long as it is a plain one."""
-    for each in (RequestOutput, GenerateRequest, SamplingParams):
-        for field in dataclasses.fields(each):
-            assert (field.name, field.default) in messages._FIELDS[messages._NUMBER[each]]
-    assert set(messages._ERRORS) >= {each for each in vars(errors).values() if isinstance(each, type)} & set(
-        messages._ERRORS
-    )
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -129,6 +115,6 @@ def test_what_is_no_message_is_refused(packed: bytes) -> None:
 
 def test_the_logprobs_of_a_long_prompt_travel_as_columns() -> None:
     scores = (None, *(TokenLogprob(at, -0.5, _TOP) for at in range(20_000)))
-    start_s = time.process_time()
-    assert unpack(pack(RequestOutput("a", prompt_logprobs=scores))).prompt_logprobs == scores
-    print(f"{1e6 * (time.process_time() - start_s) / len(scores):.1f} us per token")
+    packed = pack(RequestOutput("a", prompt_logprobs=scores))
+    assert unpack(packed).prompt_logprobs == scores
+    assert len(packed) < 60 * len(scores)
