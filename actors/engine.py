@@ -200,7 +200,11 @@ class EngineActor:
             with self._changed:
                 self._changed.wait_for(lambda: self._outbox or self._failure, HEARTBEAT_S)
                 messages, self._outbox, failure = self._outbox, [], self._failure
-            self._listener.send(messages)
+            try:
+                self._listener.send(messages)
+            except (TypeError, ValueError, OverflowError) as cause:  # this thread must not end without a word
+                _log.exception("an output cannot be packed")
+                failure = EngineStoppedError(f"an output cannot be sent: {cause}")
         self._listener.send(failure)
 
     # --- the engine's thread ------------------------------------------------------------------------------------------

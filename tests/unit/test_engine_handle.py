@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from actors import handle
 from actors.answers import ActorLostError
 from actors.connection import Address, Listener
+from actors.engine import EngineActor
 from actors.handle import EngineHandle
+from actors.messages import pack, unpack
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
 from raycache.types import RequestOutput
@@ -132,3 +135,13 @@ def test_a_port_that_cannot_be_reached_is_named_and_no_engine_is_replaced(monkey
         assert not isinstance(raised.value, ActorLostError)
 
     run(case, monkeypatch)
+
+
+def test_an_output_that_cannot_be_sent_ends_the_engine_with_a_reason() -> None:
+    actor: Any = EngineActor.__new__(EngineActor)
+    actor._changed, actor._outbox, actor._failure = threading.Condition(), [("a", object())], None
+    sent = []
+    actor._listener = SimpleNamespace(send=lambda message: sent.append(unpack(pack(message))))
+    actor._deliver()
+    assert [str(each) for each in sent] == ["an output cannot be sent: object is no part of a message"]
+    assert isinstance(sent[0], EngineStoppedError)
