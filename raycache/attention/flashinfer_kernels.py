@@ -24,6 +24,7 @@ from raycache.attention.flashinfer_replans import Planner, Replans, Shortcut, St
 from raycache.attention.flashinfer_tables import Ints, Segments, Table, Tokens
 from raycache.errors import ConfigError
 from raycache.memory.streams import PinnedUse
+from raycache.parallel.uploads import upload, uploaded
 
 PARTIAL_BYTES = 256 << 20
 """Buffer for results over parts of the keys: 264 tiles of 128 queries with 256 features take 35 MB; a CUDA graph of 512
@@ -112,7 +113,7 @@ class KernelCache:
 
     def on_device(self, numbers: NDArray[Any]) -> Tensor:
         """Copy to the device asynchronously."""
-        return torch.from_numpy(np.ascontiguousarray(numbers)).pin_memory().to(self.device, non_blocking=True)
+        return uploaded(torch.from_numpy(np.ascontiguousarray(numbers)), self.device)
 
     def pinned(self, *columns: Ints) -> Sequence[Tensor]:
         """Copy to pinned memory, all at once, since each allocation takes time."""
@@ -124,7 +125,7 @@ class KernelCache:
         """Copy an index to the device."""
         if isinstance(tokens, slice):
             return tokens
-        return tokens.pin_memory().to(self.device, non_blocking=True)
+        return uploaded(tokens, self.device)
 
     @contextmanager
     def building(self, name: str) -> Iterator[None]:
@@ -191,12 +192,14 @@ class PagedKernel:
         queries, indptr, last, lens, ids = kernels.pinned(
             table.queries, table.indptr, table.last, table.lens, table.ids
         )
+        # For a CUDA graph, FlashInfer would wait for a copy from the host.
+        on_device = torch.empty(ids.shape, dtype=ids.dtype, device=kernels.device)
+        upload(ids, on_device)
         with kernels.building(f"{self._family} for heads of {heads.dim} in {heads.dtype}{_windowed(window)}"):
             self._wrapper.plan(
                 queries,
                 indptr,
-                # For a CUDA graph, FlashInfer would wait for a copy from the host.
-                ids.to(kernels.device, non_blocking=True),
+                on_device,
                 last,
                 heads.queries,
                 heads.keys,

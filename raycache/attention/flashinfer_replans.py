@@ -22,6 +22,7 @@ from torch import Tensor
 
 from raycache.attention.flashinfer_tables import Table
 from raycache.memory.streams import PinnedUse, after_compute
+from raycache.parallel.uploads import upload
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class StaticTable:
                 found = getattr(table, name)
                 column[:] = 0 if found is None else found
             self._ids[: len(table.ids)] = table.ids
-            self.used(table).copy_(self._host[: self._num_counts + len(table.ids)], non_blocking=True)
+            upload(self._host[: self._num_counts + len(table.ids)], self.used(table))
 
     def used(self, table: Table) -> Tensor:
         """The part of the device's buffer that a table fills."""
@@ -118,7 +119,7 @@ class Planner:
             return list(found)
         info, num_bytes = found
         _, on_device, pinned = self.buffers
-        on_device[:num_bytes].copy_(pinned[:num_bytes], non_blocking=True)
+        upload(pinned[:num_bytes], on_device[:num_bytes])
         return list(info)
 
 

@@ -29,6 +29,7 @@ from raycache.attention.flashinfer_replans import StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.triton_works import triton_works
 from raycache.memory.streams import PinnedUse
+from raycache.parallel.uploads import upload
 
 NUM_COLUMNS = 8
 """Numbers of an item; the last ones are 0, so that what lies behind items is aligned."""
@@ -231,7 +232,7 @@ class _FixedItems:
             self._items[: len(items)] = items
             self._items[len(items) :] = -1
             self._spans[:] = spans
-            self._device.copy_(self._host, non_blocking=True)
+            upload(self._host, self._device)
         return _parted(self._device, self._num_items)
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.memory.streams import PinnedUse
+from raycache.parallel.uploads import upload
 from raycache.step.inputs import Pages
 
 QUERIES = 64
@@ -90,7 +91,7 @@ class QueryTiles:
             self._tiles[: len(tiles)], self._tiles[len(tiles) :] = tiles, 0
             self._ids[: len(pages.ids)] = torch.from_numpy(pages.ids)
             used = self._parts.size + self._tiles.size + len(pages.ids)
-            self._device[:used].copy_(self._host[:used], non_blocking=True)
+            upload(self._host[:used], self._device[:used])
 
     def _planned(self, rows: Sequence[TileRow], pages: Pages) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Parts (first page, first token, tokens, keys before the first token, first key, end, place of its results or

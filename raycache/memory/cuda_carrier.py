@@ -30,10 +30,12 @@ from raycache.memory.rows import ALIGN
 from raycache.memory.staging import LoadStage, SaveStage, checksums_of
 from raycache.memory.streams import CopyEngine, Event, PinnedSlabs, cuda_major
 from raycache.parallel.sharding import even_range
+from raycache.parallel.uploads import upload
 
-BUFFER_BYTES = 64 << 20
-"""Size of each of the two buffers of a lane, enough for the thread of a lane to keep the link busy while others launch
-a step."""
+SAVE_BUFFER_BYTES = 64 << 20
+LOAD_BUFFER_BYTES = 128 << 20
+"""Size of each of the two buffers of a lane. While one is copied, 2.4 ms for a load, the lane's thread must get
+Python's lock and submit the next copies, or the link is idle."""
 
 SUMS_BYTES = 320 << 20
 """Size of the partial checksums of a load, which are a 16th of its bytes; loads that need more are done in parts."""
@@ -76,36 +78,42 @@ class Chunk(NamedTuple):
 
 
 class Lane:
-    """Two streams, the second one following the first, with two buffers between them.
+    """Two stages of work, with two buffers between them.
 
     Args:
         num_bytes: size of a buffer.
         spaces: component space -> maximum number of units of a move.
+    Attributes:
+        firsts: streams of the first stage, one per buffer.
+        second: stream of the second stage.
     """
 
     def __init__(self, device: torch.device, *, num_bytes: int, spaces: Mapping[str, int]) -> None:
         self._device = device
         self._ids = {name: torch.empty(count, dtype=torch.int64).pin_memory() for name, count in spaces.items()}
-        self.first, self.second = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.firsts, self.second = [torch.cuda.Stream(device) for _ in self.buffers], torch.cuda.Stream(device)
         self._emptied = [torch.cuda.Event(blocking=True) for _ in self.buffers]
         self._next = itertools.cycle(range(len(self.buffers)))
 
     def begin(self, after: Event) -> None:
         """Order all further work after an event and after all work submitted before."""
-        self.first.wait_stream(self.second)
-        with torch.cuda.stream(self.first):
-            after.wait()
-        self.second.wait_stream(self.first)
+        for first in self.firsts:
+            first.wait_stream(self.second)
+            with torch.cuda.stream(first):
+                after.wait()
+        self.hand_over()
 
     def ids(self, units: Batch) -> Tensor:
         """Copy the pool ids of units to the device, [U], on the current stream; once per move."""
         pinned = self._ids[units.space][: len(units)]
         pinned.numpy()[:] = units.devices
-        return pinned.to(self._device, non_blocking=True)
+        ids = torch.empty_like(pinned, device=self._device)
+        upload(pinned, ids)
+        return ids
 
     def fill(self) -> int:
-        """Wait for the buffer that the first stream may fill next; returns its index.
+        """Wait for the buffer that its first stream may fill next; returns its index.
 
         The host waits, not the stream: streams share the queues of a device, and work that waits there holds up others.
         """
@@ -114,16 +122,17 @@ class Lane:
         return buffer
 
     def hand_over(self) -> None:
-        """Let the second stream wait for the first."""
-        self.second.wait_stream(self.first)
+        """Let the second stream wait for the first ones."""
+        for first in self.firsts:
+            self.second.wait_stream(first)
 
     def empty(self, buffer: int) -> None:
         """Mark a buffer as empty once the second stream has done its work so far."""
         self._emptied[buffer].record(self.second)
 
     def wait(self) -> None:
-        """Wait until both streams are done, without blocking other threads."""
-        self.second.wait_stream(self.first)
+        """Wait until all streams are done, without blocking other threads."""
+        self.hand_over()
         done = torch.cuda.Event(blocking=True)
         done.record(self.second)
         done.synchronize()
@@ -144,7 +153,8 @@ class CudaCarrier:
         widest = max(sum(strip.num_bytes + 2 * ALIGN for strip in space.loads) for space in spaces.values())
         num_units = {name: space.num_device_units for name, space in spaces.items()}
         self._saves, self._loads = (
-            Lane(device, num_bytes=max(BUFFER_BYTES, widest), spaces=num_units) for _ in range(2)
+            Lane(device, num_bytes=max(size, widest), spaces=num_units)
+            for size in (SAVE_BUFFER_BYTES, LOAD_BUFFER_BYTES)
         )
         sums = {name: self._num_sums(name) for name in spaces}
         most = min(SUMS_BYTES // 8, sum(num_units[name] * count for name, count in sums.items()))
@@ -189,7 +199,7 @@ class CudaCarrier:
     def _save_space(self, space: HostSpace, units: Batch, stages: Sequence[SaveStage]) -> None:
         lane = self._saves
         space.begin_save(units)
-        with self._finishing(lane), torch.cuda.stream(lane.first):
+        with self._finishing(lane), torch.cuda.stream(lane.firsts[0]):
             ids = lane.ids(units)
             found = []
             for chunk in _parts(len(units), stages[0].num_units):
@@ -235,13 +245,17 @@ class CudaCarrier:
             lane.wait()
 
     def _arrivals(self, units: Units) -> Iterator[tuple[Chunk, int, torch.cuda.Event]]:
-        """Submit the copies of a load, chunk by chunk; yields each with its buffer and the event of its arrival."""
+        """Submit the copies of a load, chunk by chunk; yields each with its buffer and the event of its arrival.
+
+        A copy engine goes on with a stream as long as more of it is queued. With a stream per buffer it changes after
+        each chunk, so that a step's own copies have a turn.
+        """
         lane = self._loads
         for chunk in self._chunks(units):
             buffer = lane.fill()
             copies = chunk.stages[buffer].copies(units[chunk.space].hosts[chunk.units])
-            self._copies.copy(copies, lane.first, is_early=True)
-            yield chunk, buffer, lane.first.record_event()
+            self._copies.copy(copies, lane.firsts[buffer], is_early=True)
+            yield chunk, buffer, lane.firsts[buffer].record_event()
 
     def _chunks(self, units: Units) -> list[Chunk]:
         """Chunks of a load, in order."""

@@ -29,6 +29,7 @@ from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
 from raycache.parallel.peer_group import with_peers
 from raycache.parallel.sharding import Coords, Split
+from raycache.parallel.uploads import uploaded
 
 DECIDER = -1
 """Member id of the decider in the control group; ranks have their world rank."""
@@ -283,9 +284,7 @@ class ParallelContext:
 
     def on_device(self, numbers: NDArray[Any]) -> Tensor:
         """Copy to this rank's device asynchronously."""
-        host = torch.from_numpy(numbers)
-        # Copies from unpinned memory may wait for all work submitted to the device.
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return uploaded(torch.from_numpy(numbers), self.device)
 
     @property
     def coords(self) -> Coords:

@@ -24,6 +24,7 @@ from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
 from raycache.memory.streams import PinnedUse
 from raycache.parallel.context import ParallelContext
+from raycache.parallel.uploads import upload
 from raycache.step.exchange import HeadExchange, TokenExchange
 from raycache.step.inputs import Pages, Places, RowInputs, StateRows, StepInputs
 from raycache.step.page_tables import PageTables
@@ -74,7 +75,7 @@ class DecodeBatch:
         """
         with self._filling:
             self._fill_columns(plan, tables)
-            self._device.copy_(self._host, non_blocking=True)
+            upload(self._host, self._device)
 
     def _fill_columns(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
         rows, columns = plan.rows, self._columns

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycache.parallel.uploads import download
+
 
 class Pending(Protocol):
     """Results of one plan, int64 [result_len, result_width]."""
@@ -34,9 +36,7 @@ class PendingResult:
         self._copied: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._copied = torch.cuda.current_stream(numbers.device).record_event()
+            self._numbers, self._copied = download(numbers)
 
     def is_ready(self) -> bool:
         """Whether `wait` returns at once."""

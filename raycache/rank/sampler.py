@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raycache.parallel.uploads import uploaded
 from raycache.types import SamplingParams
 
 _NUM_CANDIDATES = (256, 8192)  # fixed: must not depend on the other rows of the batch
@@ -312,9 +313,8 @@ def _filter(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[
 
 
 def _on_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy to the device; through pinned memory to a GPU, so that the copy is asynchronous."""
-    host = torch.tensor(np.asarray(values), dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    """Copy to the device asynchronously."""
+    return uploaded(torch.tensor(np.asarray(values), dtype=dtype), device)
 
 
 def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from raycache.memory import carriers
+from raycache.memory import mover as movers
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import CacheFormat, kv
 from raycache.memory.mover import Loading, Mover
@@ -221,6 +222,47 @@ def test_a_layer_is_released_before_the_next_is_there_and_before_the_post(
     may_post.set()
     mover.close()
     assert posts == [("load", 1, False)]
+    ranks.close()
+
+
+def test_a_load_has_copied_its_first_layers_when_the_step_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Hosted(tmp_path / "arena", everything(), Split())
+    ranks.fill(whole_model(ranks.components, seed=8))
+    ranks.save(1, UNITS)
+    copied, copy = threading.Event(), carriers.copy_runs
+
+    def copy_runs(*given: Any) -> None:
+        copy(*given)
+        copied.set()
+
+    monkeypatch.setattr(carriers, "copy_runs", copy_runs)
+    monkeypatch.setattr(movers, "BEGIN_S", 20.0)
+    ranks.movers[0].load(Moves.of(1, UNITS))
+    assert copied.is_set()
+    ranks.close()
+
+
+def test_a_load_that_cannot_begin_holds_up_the_step_for_a_moment_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Hosted(tmp_path / "arena", everything(), Split())
+    ranks.fill(whole_model(ranks.components, seed=8))
+    ranks.save(1, UNITS)
+    may_copy, copy = threading.Event(), carriers.copy_runs
+
+    def copy_runs(*given: Any) -> None:
+        may_copy.wait(timeout=20)
+        copy(*given)
+
+    monkeypatch.setattr(carriers, "copy_runs", copy_runs)
+    mover = ranks.movers[0]
+    mover.load(Moves.of(1, UNITS))
+    assert ranks.posts.empty(), "it is not waited for"
+    may_copy.set()
+    for layer in (0, 5):
+        ranks.pools[0].gate(layer)
     ranks.close()
 
 

@@ -1,0 +1,85 @@
+"""Small copies between the host and a GPU: the inputs of steps and their results.
+
+Copies are done by a copy engine per direction, which goes on with one stream as long as more of it is queued. Behind a
+load or a save of pages, the inputs or results of a step would wait for all of it: 22 ms for 1.2 GB. So a kernel copies
+them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from subprocess import SubprocessError
+
+import torch
+from torch import Tensor
+
+
+def upload(host: Tensor, to: Tensor) -> None:
+    """Copy pinned memory to a device asynchronously, on the current stream.
+
+    Args:
+        host: contiguous; unchanged until the copy has ended.
+        to: of the same shape and dtype, contiguous.
+    """
+    _copy(to.device)(host, to)
+
+
+def uploaded(host: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device asynchronously, on the current stream; a tensor for the CPU is returned as it is."""
+    if device.type != "cuda":
+        return host
+    # Copies from unpinned memory may wait for all work submitted to the device.
+    pinned = host.contiguous().pin_memory()
+    on_device = torch.empty(host.shape, dtype=host.dtype, device=device)
+    upload(pinned, on_device)
+    _in_use.keep(pinned, device)
+    return on_device
+
+
+def download(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Copy to pinned memory asynchronously, on the current stream; the event is after the copy."""
+    source = on_device.contiguous()
+    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    _copy(source.device)(source, pinned)
+    return pinned, _in_use.keep(pinned, source.device)
+
+
+class _InUse(threading.local):
+    """Pinned memory that kernels of this thread still use; torch keeps only what its own copies use."""
+
+    def __init__(self) -> None:
+        self._kept = deque[tuple[torch.cuda.Event, Tensor]]()
+
+    def keep(self, pinned: Tensor, device: torch.device) -> torch.cuda.Event:
+        """Keep memory until the work submitted so far to the current stream has ended; returns that event."""
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
+        event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+        self._kept.append((event, pinned))
+        return event
+
+
+_in_use = _InUse()
+
+
+@cache
+def _copy(device: torch.device) -> Callable[[Tensor, Tensor], object]:
+    """The kernel; a plain copy without Triton, or on the CPU. Must not first be called while a graph is captured."""
+    if device.type != "cuda":
+        return _plain
+    try:
+        from raycache.parallel.upload_kernels import copy_words
+
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            copy_words(torch.zeros(1, dtype=dtype).pin_memory(), torch.empty(1, dtype=dtype, device=device))
+        torch.cuda.synchronize(device)
+    except (ImportError, OSError, RuntimeError, SubprocessError):
+        return _plain
+    return copy_words
+
+
+def _plain(source: Tensor, to: Tensor) -> None:
+    to.copy_(source, non_blocking=True)
