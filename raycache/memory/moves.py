@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,8 +74,8 @@ class Moves:
     batches: Sequence[Batch]
 
     @classmethod
-    def of(cls, number: int, units: Iterable[Sequence[Any]]) -> Moves:
-        """Moves of units in any order, each given as a `Unit` or as a plain sequence of its fields."""
+    def of(cls, number: int, units: Iterable[Unit]) -> Moves:
+        """Moves of units given one by one, in any order."""
         columns = list(zip(*units, strict=True))
         if not columns:
             return cls(number, ())

@@ -28,7 +28,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.memory.moves import Moves
+from raycache.memory.moves import Batch, Moves
 from raycache.parallel.sharding import split_chunk
 from raycache.types import PackedTokens, SamplingParams, TokenLogprob
 
@@ -222,7 +222,7 @@ class StepPlan:
             ]
             for r in self.rows
         ]
-        moves = [[[m.number, _units(m)] for m in lane] for lane in (self.saves, self.loads)]
+        moves = [[[m.number, [_columns(b) for b in m.batches]] for m in lane] for lane in (self.saves, self.loads)]
         packed: bytes = msgpack.packb(
             [
                 self.step,
@@ -261,12 +261,18 @@ def _row(wire: list[Any]) -> Row:
     return Row(*wire)
 
 
-def _moves(lane: list[tuple[int, list[list[Any]]]]) -> tuple[Moves, ...]:
-    return tuple(Moves.of(number, units) for number, units in lane)
+def _columns(batch: Batch) -> tuple[str, bytes, bytes, bytes]:
+    return batch.space, batch.devices.tobytes(), batch.hosts.tobytes(), batch.tags.tobytes()
 
 
-def _units(moves: Moves) -> list[tuple[str, int, int, int]]:
-    return [unit for batch in moves.batches for unit in batch.rows()]
+def _moves(lane: list[tuple[int, list[tuple[str, bytes, bytes, bytes]]]]) -> tuple[Moves, ...]:
+    return tuple(Moves(number, [_batch(*columns) for columns in batches]) for number, batches in lane)
+
+
+def _batch(space: str, devices: bytes, hosts: bytes, tags: bytes) -> Batch:
+    return Batch(
+        space, np.frombuffer(devices, np.int64), np.frombuffer(hosts, np.int64), np.frombuffer(tags, np.uint64)
+    )
 
 
 def _lists(pages: PageLists) -> dict[str, list[int]]:

@@ -1,4 +1,7 @@
-"""Keys, storage files, the host tier's catalog and the plans on the wire, byte for byte as in earlier versions."""
+"""Keys, storage files and the host tier's catalog, byte for byte as in earlier versions.
+
+And plans on the wire, which all ranks of a gang read with the version that wrote them.
+"""
 
 from __future__ import annotations
 
@@ -139,4 +142,4 @@ def test_plans_on_the_wire() -> None:
         loads=[Moves.of(4, [Unit("state", 0, 1, 2**63)])],
         is_saved_first=True,
     )
-    assert digest(plan.pack()) == "c1022fb7c574beab"
+    assert digest(plan.pack()) == "a9c2277fa01c95f8"
