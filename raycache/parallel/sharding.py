@@ -11,6 +11,7 @@ page of S=8 tokens, cp=2:   [ 0 1 2 3 | 4 5 6 7 ]     cp rank 0 holds tokens 0..
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -115,6 +116,13 @@ def even_range(count: int, part: int, parts: int) -> range:
     return range(start, start + base + (part < extra))
 
 
+def even_part(count: int, index: int, parts: int) -> int:
+    """The part of `even_range` that an index in range(count) is in."""
+    base, extra = divmod(count, parts)
+    num_longer = extra * (base + 1)
+    return index // (base + 1) if index < num_longer else extra + (index - num_longer) // base
+
+
 def shared_head_range(num_heads: int, part: int, parts: int) -> range:
     """Heads of one of `parts` ranks; with fewer heads than ranks, parts / num_heads consecutive ranks share one."""
     if num_heads >= parts:
@@ -151,3 +159,24 @@ def split_chunk(num_tokens: int, cp_rank: int, cp_size: int, *, turn: int = 0) -
     part = (cp_rank - turn) % cp_size
     runs = (even_range(num_tokens, i, 2 * cp_size) for i in (part, 2 * cp_size - 1 - part))
     return tuple(run for run in runs if len(run))
+
+
+def split_span(span: range, num_tokens: int, cp_size: int, *, turn: int = 0) -> Iterator[tuple[int, range]]:
+    """Divide consecutive tokens of a chunk among the cp ranks that compute them.
+
+    Args:
+        span: indices in the chunk.
+        num_tokens, turn: as for `split_chunk`.
+    Returns:
+        (cp rank, part of the span), ascending; a rank has at most two.
+    """
+    if cp_size == 1:
+        if span:
+            yield 0, span
+        return
+    parts, start = 2 * cp_size, span.start
+    while start < span.stop:
+        part = even_part(num_tokens, start, parts)
+        stop = min(even_range(num_tokens, part, parts).stop, span.stop)
+        yield (min(part, parts - 1 - part) + turn) % cp_size, range(start, stop)
+        start = stop

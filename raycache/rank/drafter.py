@@ -348,7 +348,7 @@ class Drafter:
             firsts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
             index = [firsts[i] + start.last for i, start in zip(rows, starts, strict=True)]
             return emitted[self.ctx.on_device(np.array(index, np.int64))]
-        keys = [(i, k) for i, positions in emissions(plan, cp_size=cp.size)[cp.rank] for k in positions.tolist()]
+        keys = [(i, k) for i, positions in emissions(plan, cp_size=cp.size)[cp.rank] for k in positions]
         line_of = {key: line for line, key in enumerate(keys)}
         last = [line_of.get((i, start.last), -1) for i, start in zip(rows, starts, strict=True)]
         if cp.size == 1:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.parallel.context import ParallelContext
@@ -89,8 +88,6 @@ def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
     ]
 
 
-def _num_sampled(row: Row, positions: NDArray[np.int64]) -> int:
+def _num_sampled(row: Row, positions: range) -> int:
     """How many of a row's positions emitted by one rank are sampled, not scored."""
-    if row.output_position < 0:
-        return 0
-    return int((positions >= row.first_sampled).sum()) if row.num_tokens > 1 else 1
+    return len(positions) if row.output_position >= 0 and positions.start >= row.first_sampled else 0

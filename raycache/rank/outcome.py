@@ -123,7 +123,7 @@ class Outcome:
         tokens = self.sampled.wait()
         found: dict[tuple[int, int], int] = {}
         for of_rank, values in zip(emissions(self.plan, cp_size=len(tokens)), tokens.tolist(), strict=True):
-            keys = [(i, position) for i, positions in of_rank for position in positions.tolist()]
+            keys = [(i, position) for i, positions in of_rank for position in positions]
             found.update(zip(keys, values, strict=False))
         return found
 

@@ -362,7 +362,7 @@ class Rank:
         for i, positions in emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]:
             row = plan.rows[i]
             given = np.frombuffer(row.targets, np.int32)
-            for position in positions.tolist():
+            for position in positions:
                 if position < len(given):
                     targets.append(int(given[position]))
                     continue

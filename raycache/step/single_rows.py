@@ -43,5 +43,5 @@ def is_decode(plan: StepPlan, *, has_states: bool) -> bool:
 def emitted_tokens(plan: StepPlan, *, cp_rank: int, cp_size: int) -> NDArray[np.int64]:
     """Indices among all tokens of a step of those whose logits a cp rank needs, in the order of its result."""
     starts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
-    found = [starts[i] + positions for i, positions in emissions(plan, cp_size=cp_size)[cp_rank]]
+    found = [starts[i] + np.array(positions) for i, positions in emissions(plan, cp_size=cp_size)[cp_rank]]
     return np.concatenate([np.empty(0, np.int64), *found])

@@ -29,11 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycache.memory.moves import Batch, Moves
-from raycache.parallel.sharding import split_chunk
+from raycache.parallel.sharding import split_chunk, split_span
 from raycache.types import PackedTokens, SamplingParams, TokenLogprob
 
 _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 _FIRST: NDArray[np.int64] = np.zeros(1, np.int64)
+_ONLY = range(1)  # the only position of a row of one token
 
 PageLists = Mapping[str, Sequence[int]]
 """Component space -> page ids, in sequence order; -1 for a page that is not kept."""
@@ -144,6 +145,16 @@ class Row:
     def first_sampled(self) -> int:
         """Index in the chunk after which the first token is sampled, if any; draft tokens follow it."""
         return self.num_tokens - 1 - self.num_drafts
+
+    @property
+    def scored(self) -> range:
+        """Indices in the chunk of the positions to score."""
+        return range(self.num_targets)
+
+    @property
+    def sampled(self) -> range:
+        """Indices in the chunk of the positions after which a token is sampled."""
+        return range(self.first_sampled if self.output_position >= 0 else self.num_tokens, self.num_tokens)
 
     def most_accepted(self, start: int, *, page_size: int) -> int:
         """Draft tokens that may be accepted if the row begins at `start`."""
@@ -301,23 +312,16 @@ def is_emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
     return wanted
 
 
-def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Select those of a rank's positions in a row whose logits are used."""
-    return positions[is_emitted(row, positions)]
-
-
-def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
-    """Contents of each cp rank's result: (row, positions in the row), in order, without empty rows."""
-    found: list[list[tuple[int, NDArray[np.int64]]]] = [[] for _ in range(cp_size)]
+def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, range]]]:
+    """Contents of each cp rank's result: (row, positions in the row), in order; a row may occur several times."""
+    found: list[list[tuple[int, range]]] = [[] for _ in range(cp_size)]
     for i, row in enumerate(plan.rows):
-        if len(row.tokens) == 4:
-            # A single token is on one rank only: iterate over decode batches once, not once per rank.
+        if len(row.tokens) == 4:  # most rows of most steps
             if row.output_position >= 0 or row.targets:
-                found[i % cp_size].append((i, _FIRST))
+                found[i % cp_size].append((i, _ONLY))
             continue
-        for rank in range(cp_size):
-            positions = emitted(row, _positions(row, rank, cp_size, turn=i))
-            if len(positions):
+        for span in (row.scored, row.sampled):
+            for rank, positions in split_span(span, row.num_tokens, cp_size, turn=i):
                 found[rank].append((i, positions))
     return found
 
@@ -388,7 +392,7 @@ def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> lis
         lines = iter(_read_lines(lines_of_rank, num_top=plan.num_top))
         for i, positions in places:
             row = plan.rows[i]
-            for position in (0,) if positions is _FIRST else positions.tolist():
+            for position in positions:
                 token, entry = next(lines)
                 if position < row.num_targets:
                     assert entry is not None, "a plan with scored rows must request log-probabilities"

@@ -20,7 +20,7 @@ from raycache.models.base import read_config
 from raycache.rank.build import load
 from raycache.rank.member import Invitation, join
 from raycache.types import SamplingParams
-from raycache.wire.plan import Admit, Row, StepPlan, emitted, local_positions
+from raycache.wire.plan import Admit, Row, StepPlan, is_emitted, local_positions
 
 PAGE_SIZE = 8
 NUM_PAGES = 96
@@ -124,7 +124,7 @@ def _run_plans(connection: Connection, invitation: Invitation) -> None:
         lines = iter(logits.cpu().numpy())
         mine = local_positions(plan, cp_rank=rank.ctx.cp.rank, cp_size=rank.ctx.cp.size)
         for row, positions in zip(plan.rows, mine, strict=True):
-            for position in emitted(row, positions):
-                found.append(((row.slot, row.start + int(position)), next(lines)))
+            for position in positions[is_emitted(row, positions)].tolist():
+                found.append(((row.slot, row.start + position), next(lines)))
     connection.send(found)
     connection.poll(60)  # the parent ends this process; until then peers may still be receiving from it

@@ -390,5 +390,5 @@ def _join(
             assert is_same or not is_alike, "tp ranks differ"
         lines = iter(first)
         for i, positions in places:
-            found[i].update({position: next(lines) for position in positions.tolist()})
+            found[i].update({position: next(lines) for position in positions})
     return [np.stack([lines[position] for position in range(len(lines))]) for lines in found]

@@ -17,7 +17,7 @@ from raycache.wire.plan import (
     Row,
     RowResult,
     StepPlan,
-    emitted,
+    is_emitted,
     local_positions,
     read_results,
     result_lens,
@@ -163,8 +163,8 @@ def answer_of(plan: StepPlan, *, cp_rank: int, cp_size: int) -> NDArray[np.int64
     """The answer of a cp rank, written number by number as `result_width` lays it out."""
     lines: list[list[int]] = []
     for i, positions in enumerate(local_positions(plan, cp_rank=cp_rank, cp_size=cp_size)):
-        for position in emitted(plan.rows[i], positions):
-            token, entry = line_of(plan, i, int(position))
+        for position in positions[is_emitted(plan.rows[i], positions)].tolist():
+            token, entry = line_of(plan, i, position)
             line = [token]
             if entry is not None:
                 floats = [entry.logprob, *(value for _, value in entry.top)]

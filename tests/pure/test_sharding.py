@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.parallel.owned_tokens import owned_prefix_lens, owned_slots
-from raycache.parallel.sharding import Coords, Split, even_range, shared_head_range, split_chunk, vocab_range
+from raycache.parallel.sharding import (
+    Coords,
+    Split,
+    even_range,
+    shared_head_range,
+    split_chunk,
+    split_span,
+    vocab_range,
+)
 from tests.oracle.staged import staged
 
 splits = st.builds(Split, tp=st.integers(1, 8), pp=st.integers(1, 8), cp=st.integers(1, 8))
@@ -125,6 +133,17 @@ def test_a_chunk_is_computed_once_in_order_whatever_the_turn(num_tokens: int, cp
     for mine in runs:
         tokens = list(itertools.chain(*mine))
         assert tokens == sorted(tokens)
+
+
+@given(st.integers(0, 300), cp_sizes, st.integers(0, 20), st.data())
+def test_a_span_is_divided_like_its_chunk(num_tokens: int, cp: int, turn: int, data: st.DataObject) -> None:
+    span = range(*sorted(data.draw(st.tuples(*[st.integers(0, num_tokens)] * 2))))
+    found: list[list[int]] = [[] for _ in range(cp)]
+    for rank, tokens in split_span(span, num_tokens, cp, turn=turn):
+        found[rank] += tokens
+    for rank, tokens in enumerate(found):
+        mine = itertools.chain(*split_chunk(num_tokens, rank, cp, turn=turn))
+        assert tokens == [token for token in mine if token in span]
 
 
 @given(st.integers(64, 3000), st.sampled_from([2, 3, 4, 8]), st.integers(0, 9))

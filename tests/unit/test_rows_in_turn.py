@@ -40,7 +40,7 @@ def logits(rank: Rank, plans: Sequence[StepPlan]) -> dict[tuple[int, int], Tenso
         places = [
             (plan.rows[i].slot, plan.rows[i].start + position)
             for i, positions in emissions(plan, cp_size=rank.ctx.cp.size)[rank.ctx.cp.rank]
-            for position in positions.tolist()
+            for position in positions
         ]
         lines |= zip(places, found.clone(), strict=True)
     return lines
