@@ -115,7 +115,7 @@ class Lane:
     def fill(self) -> int:
         """Wait for the buffer that its first stream may fill next; returns its index.
 
-        The host waits, not the stream: streams share the queues of a device, and work that waits there holds up others.
+        The host waits, not the stream, so that no more than two chunks are queued at a time.
         """
         buffer = next(self._next)
         self._emptied[buffer].synchronize()
