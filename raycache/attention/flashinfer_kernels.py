@@ -24,7 +24,7 @@ from raycache.attention.flashinfer_replans import Planner, Replans, Shortcut, St
 from raycache.attention.flashinfer_tables import Ints, Segments, Table, Tokens
 from raycache.errors import ConfigError
 from raycache.memory.streams import PinnedUse
-from raycache.parallel.uploads import upload, uploaded
+from raycache.parallel.uploads import uploaded
 
 PARTIAL_BYTES = 256 << 20
 """Buffer for results over parts of the keys: 264 tiles of 128 queries with 256 features take 35 MB; a CUDA graph of 512
@@ -193,8 +193,7 @@ class PagedKernel:
             table.queries, table.indptr, table.last, table.lens, table.ids
         )
         # For a CUDA graph, FlashInfer would wait for a copy from the host.
-        on_device = torch.empty(ids.shape, dtype=ids.dtype, device=kernels.device)
-        upload(ids, on_device)
+        on_device = uploaded(ids, kernels.device)
         with kernels.building(f"{self._family} for heads of {heads.dim} in {heads.dtype}{_windowed(window)}"):
             self._wrapper.plan(
                 queries,

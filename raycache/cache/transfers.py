@@ -10,7 +10,7 @@ only object that can be finished.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,7 +176,7 @@ class Transfers:
             own = last[len(last) - len(ids) * DIGEST_BYTES :]
             batches.append(_batch(space, load.point.parts[space], ids, own))
         self._num_loads += 1
-        self._loads.append(Moves(self._num_loads, batches))
+        self._loads.append(Moves(self._num_loads, _with_units(batches)))
         self._counts["loaded_pages"] += len(pages)
         self._moved.count("loaded", len(pages), parts)
         held = (load.handle, load.first, load.num_device, load.point, load.host_point)
@@ -243,7 +243,7 @@ class Transfers:
                 own = last[len(last) - len(ids) * DIGEST_BYTES :]
                 batches.append(_batch(space, ids, host_point.parts[space], own))
         self._num_saves += 1
-        self._saves.append(Moves(self._num_saves, batches))
+        self._saves.append(Moves(self._num_saves, _with_units(batches)))
         self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
         return True
 
@@ -422,6 +422,11 @@ class NoTransfers:
     def counts(self) -> dict[str, float]:
         """Return no counters."""
         return {}
+
+
+def _with_units(batches: Iterable[Batch]) -> list[Batch]:
+    """Leave out empty ones: a restore point may move without pages."""
+    return [batch for batch in batches if len(batch)]
 
 
 def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: PackedDigests) -> Batch:

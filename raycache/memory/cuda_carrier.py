@@ -34,7 +34,7 @@ from raycache.parallel.uploads import upload
 
 SAVE_BUFFER_BYTES = 64 << 20
 LOAD_BUFFER_BYTES = 128 << 20
-"""Size of each of the two buffers of a lane. While one is copied, 2.4 ms for a load, the lane's thread must get
+"""Size of each of the two buffers of a lane. A load's is copied in 2.4 ms. Within that time the lane's thread must get
 Python's lock and submit the next copies, or the link is idle."""
 
 SUMS_BYTES = 320 << 20
@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 
 
 class Lane:
-    """Two stages of work, with two buffers between them.
+    """Two stages of work: the first one fills one of two buffers while the second one empties the other.
 
     Args:
         num_bytes: size of a buffer.
@@ -248,7 +248,7 @@ class CudaCarrier:
         """Submit the copies of a load, chunk by chunk; yields each with its buffer and the event of its arrival.
 
         A copy engine goes on with a stream as long as more of it is queued. With a stream per buffer it changes after
-        each chunk, so that a step's own copies have a turn.
+        each chunk, so that copies of a step get in between.
         """
         lane = self._loads
         for chunk in self._chunks(units):

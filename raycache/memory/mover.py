@@ -41,7 +41,8 @@ Posting = deque[tuple[int, Future[None]]]
 """Moves in progress, by number."""
 
 BEGIN_S = 0.003
-"""How long a load may have to itself before the step is launched; submitting its first copies takes half of that."""
+"""How long a load may have to itself before the step is launched; its first copies are usually submitted after half
+of that."""
 
 DEADLINE_S = 120.0
 """Timeout of copies within a node's memory; a device that takes longer is broken."""
@@ -85,16 +86,18 @@ class Mover:
     def load(self, moves: Moves) -> None:
         """Start copying to the device, after all work submitted to it so far.
 
-        From now on, views wait until their layer is loaded. Returns when the first copies are submitted, or after
-        `BEGIN_S`.
+        From now on, views wait until their layer is loaded. If no other load is in progress, returns when the first
+        layers may be used, or after `BEGIN_S`.
         """
         _forget_posted(self._load_posts)
+        is_alone = not self._load_posts
         self.last_numbers = (self.last_numbers[0], moves.number)
         self._loading = loading = Loading()
         move = self._loader.submit(self._load, moves, loading, after_compute(self._device))
         self._load_posts.append((moves.number, self._loader.submit(self._finish_load, moves.number, loading, move)))
-        # Both threads share Python's lock, and the step cannot begin before its first layers are there.
-        loading.wait_begun(BEGIN_S)
+        if is_alone:
+            # Launching the step now would only take Python's lock from the load, whose first layers it waits for.
+            loading.wait_begun(BEGIN_S)
 
     def wait_saved(self, number: int) -> None:
         """Wait for all saves up to this one, so that their pages may be overwritten.

@@ -67,11 +67,14 @@ class Moves:
 
     Attributes:
         number: on its lane, counted from 1 without gaps within an epoch.
-        batches: one per space.
+        batches: one per space, with a unit at least.
     """
 
     number: int
     batches: Sequence[Batch]
+
+    def __post_init__(self) -> None:
+        assert all(len(batch) for batch in self.batches), "carriers expect units in each batch"
 
     @classmethod
     def of(cls, number: int, units: Iterable[Unit]) -> Moves:

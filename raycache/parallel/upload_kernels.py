@@ -18,9 +18,10 @@ def copy_words(source: Tensor, to: Tensor) -> None:
     """Copy on the current stream.
 
     Args:
-        source, to: of the same size and dtype, contiguous; each on the device, or in pinned memory that stays as it is
+        source, to: of the same shape and dtype, contiguous; each on the device, or in pinned memory that stays as it is
             until the kernel has run.
     """
+    assert (source.shape, source.dtype) == (to.shape, to.dtype), "a kernel would write beside it"
     word = _WORDS[source.itemsize]
     if source.numel():
         grid = (triton.cdiv(source.numel(), _BLOCK),)

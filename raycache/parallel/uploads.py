@@ -1,12 +1,12 @@
 """Small copies between the host and a GPU: the inputs of steps and their results.
 
-Copies are done by a copy engine per direction, which goes on with one stream as long as more of it is queued. Behind a
-load or a save of pages, the inputs or results of a step would wait for all of it: 22 ms for 1.2 GB. So a kernel copies
-them.
+A GPU has a copy engine per direction, which stays with one stream while more copies are queued there. Behind a load or
+a save of pages, the inputs or results of a step would wait for all of it: 22 ms for 1.2 GB. So a kernel copies them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from subprocess import SubprocessError
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 
 def upload(host: Tensor, to: Tensor) -> None:
@@ -28,7 +30,10 @@ def upload(host: Tensor, to: Tensor) -> None:
 
 
 def uploaded(host: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device asynchronously, on the current stream; a tensor for the CPU is returned as it is."""
+    """Copy to a device asynchronously, on the current stream; a tensor for the CPU is returned as it is.
+
+    Not while a graph is captured.
+    """
     if device.type != "cuda":
         return host
     # Copies from unpinned memory may wait for all work submitted to the device.
@@ -76,7 +81,11 @@ def _copy(device: torch.device) -> Callable[[Tensor, Tensor], object]:
         for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
             copy_words(torch.zeros(1, dtype=dtype).pin_memory(), torch.empty(1, dtype=dtype, device=device))
         torch.cuda.synchronize(device)
-    except (ImportError, OSError, RuntimeError, SubprocessError):
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        _log.warning("steps wait for moves of pages, since their inputs are copied without Triton: %s", lines[0])
         return _plain
     return copy_words
 

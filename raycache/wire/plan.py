@@ -148,8 +148,8 @@ class Row:
 
     @property
     def scored(self) -> range:
-        """Indices in the chunk of the positions to score."""
-        return range(self.num_targets)
+        """Indices in the chunk of the positions to score; they end before those that are sampled."""
+        return range(min(self.num_targets, self.sampled.start))
 
     @property
     def sampled(self) -> range:
@@ -313,7 +313,10 @@ def is_emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, range]]]:
-    """Contents of each cp rank's result: (row, positions in the row), in order; a row may occur several times."""
+    """Contents of each cp rank's result: (row, positions in the row), in order.
+
+    A row may occur several times; its positions ascend.
+    """
     found: list[list[tuple[int, range]]] = [[] for _ in range(cp_size)]
     for i, row in enumerate(plan.rows):
         if len(row.tokens) == 4:  # most rows of most steps

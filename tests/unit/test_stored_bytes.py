@@ -1,6 +1,6 @@
 """Keys, storage files and the host tier's catalog, byte for byte as in earlier versions.
 
-And plans on the wire, which all ranks of a gang read with the version that wrote them.
+And plans on the wire, which may change, since a gang runs one version: then by intent.
 """
 
 from __future__ import annotations
