@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
@@ -109,7 +108,7 @@ class Persists:
         pages = path[is_missing]
         if not len(pages) and point is None:
             return 0
-        columns: list[UnitColumns] = [(FULL, array("q", pages.tobytes()), self._host.digests(pages))]
+        columns: list[UnitColumns] = [(FULL, pages.tolist(), self._host.digests(pages))]
         if self._events is not None:
             self._events.note(handle.node, unpacked(self._host.digests(path)), np.flatnonzero(is_missing).tolist())
         self._is_stored[pages] = True  # or will be: later commands need not include it

@@ -225,12 +225,18 @@ def test_a_layer_is_released_before_the_next_is_there_and_before_the_post(
     ranks.close()
 
 
+def with_saved(directory: Path) -> Hosted:
+    """One rank whose host tier has `UNITS`."""
+    ranks = Hosted(directory / "arena", everything(), Split())
+    ranks.fill(whole_model(ranks.components, seed=8))
+    assert ranks.save(1, UNITS) == [False]
+    return ranks
+
+
 def test_a_load_has_copied_its_first_layers_when_the_step_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = Hosted(tmp_path / "arena", everything(), Split())
-    ranks.fill(whole_model(ranks.components, seed=8))
-    ranks.save(1, UNITS)
+    ranks = with_saved(tmp_path)
     copied, copy = threading.Event(), carriers.copy_runs
 
     def copy_runs(*given: Any) -> None:
@@ -247,9 +253,7 @@ def test_a_load_has_copied_its_first_layers_when_the_step_goes_on(
 def test_a_load_that_cannot_begin_holds_up_the_step_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = Hosted(tmp_path / "arena", everything(), Split())
-    ranks.fill(whole_model(ranks.components, seed=8))
-    ranks.save(1, UNITS)
+    ranks = with_saved(tmp_path)
     may_copy, copy = threading.Event(), carriers.copy_runs
 
     def copy_runs(*given: Any) -> None:
@@ -260,6 +264,11 @@ def test_a_load_that_cannot_begin_holds_up_the_step_for_a_moment_only(
     mover = ranks.movers[0]
     mover.load(Moves.of(1, UNITS))
     assert ranks.posts.empty(), "it is not waited for"
+    monkeypatch.setattr(movers, "BEGIN_S", 60.0)
+    behind = threading.Thread(target=mover.load, args=[Moves.of(2, UNITS)])
+    behind.start()
+    behind.join(timeout=20)
+    assert not behind.is_alive(), "nor one behind it"
     may_copy.set()
     for layer in (0, 5):
         ranks.pools[0].gate(layer)
