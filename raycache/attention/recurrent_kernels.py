@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,11 @@ class KernelRecurrence:
         inputs = layout.inputs
         slots = cache(lambda indices: _slots([inputs.rows[i] for i in indices], layout))
         self._layout = layout
-        self._convolutions = [_Convolutions(chains, layout, slots) for chains in stages(inputs, can_follow=_is_beside)]
-        self._scans = [_Scans(chains, layout, slots) for chains in stages(inputs, can_follow=_are_long)]
+        with layout.together():
+            self._convolutions = [
+                _Convolutions(chains, layout, slots) for chains in stages(inputs, can_follow=_is_beside)
+            ]
+            self._scans = [_Scans(chains, layout, slots) for chains in stages(inputs, can_follow=_are_long)]
         self._has_long = any(scans.chains for scans in self._scans)
         self._long: DeltaRows | None = None
         self._readable: Recurrence | None = None
@@ -157,7 +161,8 @@ class KernelRecurrence:
     def _delta(self) -> DeltaRows:
         """Long rows of a layer with a delta rule; the tables are only copied for models that have such layers."""
         if self._long is None:
-            self._long = DeltaRows(self._layout.inputs.rows, [scans.chains for scans in self._scans], self._layout)
+            with self._layout.together():
+                self._long = DeltaRows(self._layout.inputs.rows, [scans.chains for scans in self._scans], self._layout)
         return self._long
 
     def _is_fused(self, view: StateView) -> bool:
@@ -244,7 +249,7 @@ def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> StateRows:
     kept, longest = layout.on_device([1 + len(row.draft_states) for row in rows]), max(len(row.tokens) for row in rows)
     if inputs.is_decode and all(row.read_state >= 0 for row in rows):
         return StateRows(spans, inputs.read_states, inputs.write_states, kept, longest)
-    writes = [-1] * inputs.num_tokens
+    writes = np.full(inputs.num_tokens, -1)
     for row in rows:
         after = (row.write_state, *row.draft_states)
         writes[row.tokens.stop - len(after) : row.tokens.stop] = after

@@ -13,9 +13,10 @@ input features, C hidden size, I inner features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from raycache.layers.activation import Recipe
 from raycache.layers.fused_experts import FusedExperts
 from raycache.layers.kernels import active
-from raycache.layers.routing_kernels import Routes, combine, num_blocks, rows_of
+from raycache.layers.routing_kernels import LISTED, Routes, combine, num_blocks, rows_of
 from raycache.parallel.devices import early
 
 
@@ -50,7 +51,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of gated and plain products for up to `most` rows per expert on average.
+    """Tiles of gated and plain products, of as many rows, for up to `most` rows per expert on average.
 
     With the first ones each row has a block of its own, and there is one expert per row at least.
     """
@@ -164,8 +165,8 @@ class _ProductKind:
 def run_experts(x: Tensor, weights: Tensor, ids: Tensor, matrices: FusedExperts) -> Tensor:
     """Weighted sums of the experts' outputs; see `RoutedExperts`. Choices from E on contribute nothing."""
     num_experts = len(matrices.down)
-    routes = Routes.of(ids, num_experts) if len(x) > 1 else None
     tiles = next(tiles for tiles in TILES if ids.numel() <= tiles.most * num_experts)
+    routes = Routes.of(ids, num_experts, rows_per_block=tiles.plain.rows) if len(x) > 1 else None
     pair = matrices.gate, matrices.up
     inner = _multiply(x, pair, matrices.up_bias, ids, routes, tiles, recipe=matrices.recipe)
     parts = _multiply(inner, (matrices.down, matrices.down), matrices.down_bias, ids, routes, tiles, recipe=None)
@@ -202,7 +203,9 @@ def _multiply(
         order, ends, experts = routes.order, routes.ends, routes.experts
         mode, blocks = "rows", len(out)
         if tiles is not TILES[0]:
-            mode, blocks = "blocks", num_blocks(routes, kind.tile(tiles).rows)
+            mode, blocks = "blocks", num_blocks(routes, tiles.plain.rows)
+            if routes.blocks is not None:
+                mode, experts = "listed", routes.blocks
     gate, up = (kind.of_kernel(matrix, tiles) for matrix in matrices)
     tensors = x, gate, up, matrices[0] if bias is None else bias, order, ends, experts, out
     grid = triton.cdiv(kind.size, kind.tile(tiles).size), blocks
@@ -210,12 +213,22 @@ def _multiply(
     return out
 
 
+def _modes(num_experts: int) -> Iterator[tuple[str, Tiles]]:
+    """How rows are found with each kind of tiles, whatever their number."""
+    yield "pairs", TILES[0]
+    yield "rows", TILES[0]
+    for smaller, tiles in pairwise(TILES):
+        if smaller.most * num_experts < LISTED:
+            yield "blocks", tiles
+        if tiles.most * num_experts > LISTED:
+            yield "listed", tiles
+
+
 @cache
 def _compile(kind: _ProductKind) -> None:
     """Compile all kernels of a product, so that none is compiled behind a request."""
     order, routes, x = (triton.MockTensor(dtype) for dtype in (torch.int64, torch.int32, torch.bfloat16))
-    modes = [("pairs", TILES[0]), ("rows", TILES[0]), *(("blocks", tiles) for tiles in TILES[1:])]
-    for mode, tiles in modes:
+    for mode, tiles in _modes(kind.num_experts):
         index = order if mode == "pairs" else routes
         matrix = kind.of_kernel(x, tiles)
         tensors = x, matrix, matrix, x, order, index, index, x
@@ -285,6 +298,58 @@ def _accumulate_copied(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _write(
+    x: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    x_stride: tl.tensor,
+    of_expert: tl.tensor,
+    of_feature: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    IS_PAIR: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_COPIED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Write the tile of rows `first` up to `last` of an expert, at most BM."""
+    row, n = first + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    is_row, inside, k = row < last, n % N, tl.arange(0, BK)
+    pair = row if IS_PAIR else tl.load(order + row, mask=is_row, other=0)
+    source = (row if KIND == "none" else pair // CHOSEN).to(tl.int64)
+    x_at = x + source[:, None] * x_stride + k[None, :]
+    if IS_COPIED:
+        n0 = tl.program_id(0) * BN
+        total, other = _accumulate_copied(x_at, gate, up, is_row, expert, n0, K, BM, BN, BK, IS_GATED)
+    else:
+        at = expert.to(tl.int64) * of_expert + inside[None, :].to(tl.int64) * of_feature + k[:, None]
+        total, other = _accumulate(x_at, gate + at, up + at, is_row, K, BM, BN, BK, IS_GATED)
+    if HAS_BIAS:
+        bias_at = bias + expert.to(tl.int64) * (2 * N if IS_GATED else N) + inside
+        total += tl.load(bias_at)[None, :].to(tl.float32)
+        if IS_GATED:
+            other += tl.load(bias_at + N)[None, :].to(tl.float32)
+    if KIND != "none":
+        total = active(total, other, alpha, limit, KIND)
+    target = (pair if KIND == "none" else row).to(tl.int64)
+    kept = is_row[:, None] & (n < N)[None, :]
+    tl.store(out + target[:, None] * N + n[None, :], total.to(tl.bfloat16), mask=kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _product(
     x: tl.tensor,
     gate: tl.tensor,
@@ -314,30 +379,21 @@ def _product(
     HAS_BIAS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
+    """One program per BN output features and BM rows of an expert."""
     if IS_EARLY:
         gdc_launch_dependents()
         gdc_wait()
     expert, first, last = rows_of(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
-    if first >= last:
-        return
-    row, n = first + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
-    is_row, inside, k = row < last, n % N, tl.arange(0, BK)
-    pair = row if MODE == "pairs" else tl.load(order + row, mask=is_row, other=0)
-    source = (row if KIND == "none" else pair // CHOSEN).to(tl.int64)
-    x_at = x + source[:, None] * x_stride + k[None, :]
-    if IS_COPIED:
-        n0 = tl.program_id(0) * BN
-        total, other = _accumulate_copied(x_at, gate, up, is_row, expert, n0, K, BM, BN, BK, IS_GATED)
-    else:
-        at = expert.to(tl.int64) * of_expert + inside[None, :].to(tl.int64) * of_feature + k[:, None]
-        total, other = _accumulate(x_at, gate + at, up + at, is_row, K, BM, BN, BK, IS_GATED)
-    if HAS_BIAS:
-        bias_at = bias + expert.to(tl.int64) * (2 * N if IS_GATED else N) + inside
-        total += tl.load(bias_at)[None, :].to(tl.float32)
-        if IS_GATED:
-            other += tl.load(bias_at + N)[None, :].to(tl.float32)
-    if KIND != "none":
-        total = active(total, other, alpha, limit, KIND)
-    target = (pair if KIND == "none" else row).to(tl.int64)
-    kept = is_row[:, None] & (n < N)[None, :]
-    tl.store(out + target[:, None] * N + n[None, :], total.to(tl.bfloat16), mask=kept)
+    IS_PAIR: tl.constexpr = MODE == "pairs"
+    # Of an expert's last rows, half a tile is less work.
+    if BM == 128 and last - first <= 64:
+        if first < last:
+            _write(
+                x, gate, up, bias, order, out, expert, first, last, alpha, limit, x_stride, of_expert, of_feature,
+                N, K, 64, BN, BK, IS_PAIR, CHOSEN, KIND, IS_GATED, IS_COPIED, HAS_BIAS,
+            )  # fmt: skip
+    elif first < last:
+        _write(
+            x, gate, up, bias, order, out, expert, first, last, alpha, limit, x_stride, of_expert, of_feature,
+            N, K, BM, BN, BK, IS_PAIR, CHOSEN, KIND, IS_GATED, IS_COPIED, HAS_BIAS,
+        )  # fmt: skip

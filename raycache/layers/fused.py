@@ -144,6 +144,15 @@ def gated_norm(
     return (normed if is_gated_first else normed.mul_(factor)).to(gate.dtype)
 
 
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate): [T, H, D] -> new [T, H, D]."""
+    is_dense = x.is_contiguous() and gate.stride()[1:] == (x.shape[2], 1)
+    if is_dense and (kernels := _kernels_for(x)):
+        product: Tensor = kernels.sigmoid_gated(x, gate)
+        return product
+    return x * gate.sigmoid()
+
+
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 

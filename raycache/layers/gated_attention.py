@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from raycache.layers import fused
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
@@ -58,7 +59,7 @@ class GatedAttention:
         qk = run.rotation(self._rotary, qk.dtype)(qk, norm=self._qk_norm)
         q, k = qk.split(self._qk_kinds, dim=1)
         out = run.step.attend(run.pool.kv(self._layer), q, k, v, scale=self._head_dim**-0.5, sinks=None)
-        return self._out((out * run.step.exchange.own(gate).sigmoid()).flatten(1))
+        return self._out(fused.sigmoid_gated(out, run.step.exchange.own(gate)).flatten(1))
 
     def over_cp(self, split: CpSplit) -> GatedAttention:
         """The same with all heads until attention, and 1 / cp of them after it."""

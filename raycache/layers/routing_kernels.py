@@ -7,7 +7,7 @@ Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,9 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
 
-_COUNTED = 4096
-"""Up to this many rows, positions are counted in one launch that compares all pairs; for more in three launches."""
-_CHUNK = 256
+LISTED = 4096
+"""Up to this many rows, positions are counted in one launch that compares all pairs; for more in four, which also list
+the blocks of rows."""
+_CHUNK = 128
 """Rows whose experts one program counts."""
 
 
@@ -33,6 +34,8 @@ class Routes:
         experts: [P] int32, expert of each row.
         num_chosen: k.
         is_sorted: whether rows are sorted.
+        blocks: [num_blocks, 2] int32, expert and first row of each block; E as the expert of those that do not exist.
+            None for no list: kernels search them.
     """
 
     order: Tensor
@@ -40,16 +43,27 @@ class Routes:
     experts: Tensor
     num_chosen: int
     is_sorted: bool = True
+    blocks: Tensor | None = None
 
     @classmethod
-    def of(cls, ids: Tensor, num_experts: int) -> Routes:
-        """Sort by expert, given the chosen experts [T, k]."""
+    def of(cls, ids: Tensor, num_experts: int, *, rows_per_block: int = 0) -> Routes:
+        """Sort by expert, given the chosen experts [T, k].
+
+        Args:
+            rows_per_block: list such blocks of more than `LISTED` rows; 0 for no list.
+        """
+        ids = ids.contiguous()
         order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
         experts = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
         ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-        sort = _sort if ids.numel() > _COUNTED else _sort_few
-        sort(ids.contiguous(), order, ends, experts)
-        return cls(order, ends, experts, ids.shape[1])
+        routes = cls(order, ends, experts, ids.shape[1])
+        if ids.numel() <= LISTED:
+            _sort_few(ids, routes)
+            return routes
+        if rows_per_block:
+            routes = replace(routes, blocks=ends.new_empty(num_blocks(routes, rows_per_block), 2))
+        _sort(ids, routes, rows_per_block)
+        return routes
 
     @classmethod
     def of_token(cls, ids: Tensor) -> Routes:
@@ -83,28 +97,29 @@ def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Te
     return out
 
 
-def _sort_few(ids: Tensor, order: Tensor, ends: Tensor, experts: Tensor) -> None:
-    """Write what `Routes` has."""
-    num_rows, num_experts = len(order), len(ends)
+def _sort_few(ids: Tensor, routes: Routes) -> None:
+    """Fill `routes` but for its blocks."""
+    num_rows, num_experts = len(routes.order), len(routes.ends)
     rows = triton.cdiv(num_rows, 64)
     _route[(rows + triton.cdiv(num_experts, 64),)](
-        ids, order, ends, experts, num_rows, num_experts, rows, BLOCK=64, WIDE=256, num_warps=8, **early(ids.device)
-    )
+        ids, routes.order, routes.ends, routes.experts, num_rows, num_experts, rows,
+        BLOCK=64, WIDE=256, num_warps=8, **early(ids.device),
+    )  # fmt: skip
 
 
-def _sort(ids: Tensor, order: Tensor, ends: Tensor, experts: Tensor) -> None:
-    """Like `_sort_few`, with work in proportion to the rows."""
-    num_rows, num_experts = len(order), len(ends)
+def _sort(ids: Tensor, routes: Routes, rows_per_block: int) -> None:
+    """Fill `routes`, with work in proportion to the rows."""
+    num_rows, num_experts = len(routes.order), len(routes.ends)
     bins = triton.next_power_of_2(max(num_experts + 1, 16))
     chunks = triton.cdiv(num_rows, _CHUNK)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     totals = torch.empty(bins, dtype=torch.int32, device=ids.device)
+    starts = torch.empty_like(totals)
+    blocks = totals[:0] if routes.blocks is None else routes.blocks
     _count[(chunks,)](ids, counts, num_rows, num_experts, BINS=bins, CHUNK=_CHUNK)
     _accumulate[(bins // 16,)](counts, totals, chunks, BINS=bins, WIDE=16, BLOCK=64)
-    _place[(chunks + triton.cdiv(num_experts, _CHUNK),)](
-        ids, counts, totals, order, ends, experts, num_rows, num_experts, chunks,
-        BINS=bins, CHUNK=_CHUNK, WIDE=min(64, bins), num_warps=8,
-    )  # fmt: skip
+    _divide[(1,)](totals, starts, routes.ends, blocks, num_experts, len(blocks), rows_per_block, BINS=bins, num_warps=8)
+    _place[(chunks,)](ids, counts, starts, routes.order, routes.experts, num_rows, num_experts, BINS=bins, CHUNK=_CHUNK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,10 +154,13 @@ def rows_of(
     """(expert of a block, its first row, end of the expert's rows); without rows if there is no such block.
 
     MODE is "pairs" for the rows of one token, "rows" for a block per row, those inside of another block without rows,
-    and "blocks" for consecutive blocks.
+    "blocks" for consecutive blocks, and "listed" for these where `experts` is `Routes.blocks`.
     """
     if MODE == "blocks":
         expert, first, last = find(ends, block, num_experts, EXPERTS, BM)
+    elif MODE == "listed":
+        expert, first = tl.load(experts + 2 * block), tl.load(experts + 2 * block + 1)
+        last = tl.load(ends + expert, mask=expert < num_experts, other=0)
     else:
         expert, first = tl.load(experts + block).to(tl.int32), block
         last = block + 1
@@ -226,43 +244,58 @@ def _accumulate(
     tl.store(totals + expert, before)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_chunks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_blocks", "size"])  # type: ignore[untyped-decorator]
+def _divide(
+    totals: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    blocks: tl.tensor,
+    num_experts: tl.tensor,
+    num_blocks: tl.tensor,
+    size: tl.tensor,
+    BINS: tl.constexpr,
+) -> None:
+    """Where each expert's rows begin and end, and their blocks of `size` rows unless that is 0; one program."""
+    e = tl.arange(0, BINS)
+    total = tl.load(totals + e)
+    end = tl.cumsum(total, 0)
+    tl.store(starts + e, end - total)
+    tl.store(ends + e, end, mask=e < num_experts)
+    if size > 0:
+        own = tl.where(e < num_experts, (total + size - 1) // size, 0)
+        at = blocks + 2 * (tl.cumsum(own, 0) - own)
+        for i in range(tl.max(own, 0)):
+            tl.store(at + 2 * i, e, mask=i < own)
+            tl.store(at + 2 * i + 1, end - total + i * size, mask=i < own)
+        for start in range(tl.sum(own, 0), num_blocks, BINS):
+            tl.store(blocks + 2 * (start + e), num_experts, mask=start + e < num_blocks)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _place(
     ids: tl.tensor,
     counts: tl.tensor,
-    totals: tl.tensor,
+    starts: tl.tensor,
     order: tl.tensor,
-    ends: tl.tensor,
     experts: tl.tensor,
     num_rows: tl.tensor,
     num_experts: tl.tensor,
-    num_chunks: tl.tensor,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
 ) -> None:
-    """The first num_chunks programs place the rows of a chunk, the others count the rows up to each expert."""
-    is_rows = tl.program_id(0) < num_chunks
-    base = (tl.program_id(0) - tl.where(is_rows, 0, num_chunks)) * CHUNK
-    mine = base + tl.arange(0, CHUNK)
-    is_mine = is_rows & (mine < num_rows)
-    own = tl.minimum(tl.load(ids + mine, mask=is_mine, other=num_experts).to(tl.int32), num_experts)
-    own = tl.where(is_rows, own, mine)
-    count = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, BINS, WIDE):
-        expert = start + tl.arange(0, WIDE)
-        is_before = (expert[None, :] < own[:, None]) | ((expert[None, :] == own[:, None]) & ~is_rows)
-        count += tl.sum(tl.where(is_before, tl.load(totals + expert)[None, :], 0), 1)
-    if is_rows:
-        for start in range(0, CHUNK, WIDE):
-            row = base + start + tl.arange(0, WIDE)
-            other = tl.load(ids + row, mask=row < num_rows, other=num_experts).to(tl.int32)
-            is_same = tl.minimum(other, num_experts)[None, :] == own[:, None]
-            count += tl.sum((is_same & (row[None, :] < mine[:, None])).to(tl.int32), 1)
-        count += tl.load(counts + tl.program_id(0) * BINS + own, mask=is_mine, other=0)
-    tl.store(order + count, mine.to(tl.int64), mask=is_mine)
-    tl.store(experts + count, own, mask=is_mine)
-    tl.store(ends + mine, count, mask=(~is_rows) & (mine < num_experts))
+    """Place the rows of a chunk behind those of the same expert in all chunks before."""
+    i = tl.arange(0, CHUNK)
+    row = tl.program_id(0) * CHUNK + i
+    is_row = row < num_rows
+    own = tl.minimum(tl.load(ids + row, mask=is_row, other=num_experts).to(tl.int32), num_experts)
+    place = tl.load(starts + own) + tl.load(counts + tl.program_id(0) * BINS + own)
+    for start in range(0, CHUNK, 64):
+        j = start + tl.arange(0, 64)
+        other = tl.program_id(0) * CHUNK + j
+        theirs = tl.minimum(tl.load(ids + other, mask=other < num_rows, other=num_experts).to(tl.int32), num_experts)
+        place += tl.sum(((theirs[None, :] == own[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    tl.store(order + place, row.to(tl.int64), mask=is_row)
+    tl.store(experts + place, own, mask=is_row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -12,9 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from subprocess import SubprocessError
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+_ALIGNMENT = 256
+"""Bytes; that of tensors which torch allocates is a multiple."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +48,46 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
     upload(pinned, on_device)
     _in_use.keep(pinned, device)
     return on_device
+
+
+class Uploads:
+    """Arrays that are copied to a device together, since each copy costs a launch.
+
+    Args:
+        device: that gets them.
+        room: bytes of a copy; a larger array has its own.
+    """
+
+    def __init__(self, device: torch.device, *, room: int = 1 << 16) -> None:
+        self._device, self._room = device, room
+        self._used = 0
+        self._pinned, self._target = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+
+    def add(self, numbers: NDArray[Any]) -> Tensor:
+        """A tensor on the device that has these numbers after `send`; for the CPU, the array itself."""
+        source = torch.from_numpy(np.ascontiguousarray(numbers))
+        if self._device.type != "cuda" or not source.numel():
+            return source.to(self._device)
+        if self._used + source.nbytes > self._pinned.nbytes:
+            self.send()
+            words = -(-max(self._room, source.nbytes) // 8)
+            self._pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
+            self._target = torch.empty(words, dtype=torch.int64, device=self._device)
+        span = slice(self._used, self._used + source.nbytes)
+        pinned, target = (each.view(torch.uint8)[span].view(source.dtype) for each in (self._pinned, self._target))
+        pinned.copy_(source.view(-1))
+        # Kernels are compiled for aligned addresses.
+        self._used = -(-span.stop // _ALIGNMENT) * _ALIGNMENT
+        return target.view(source.shape)
+
+    def send(self) -> None:
+        """Copy what was added, on the current stream. Not while a graph is captured."""
+        if self._used:
+            words = min(self._used // 8, len(self._pinned))
+            upload(self._pinned[:words], self._target[:words])
+            _in_use.keep(self._pinned, self._device)
+        self._used = 0
+        self._pinned, self._target = self._pinned[:0], self._target[:0]
 
 
 def download(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from raycache.parallel.collectives import Group, Started
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import shared_head_range
+from raycache.parallel.uploads import Uploads
 
 
 class Exchange(Protocol):
@@ -92,13 +93,18 @@ class TokenExchange:
 
     @classmethod
     def between(
-        cls, locals_: Sequence[Sequence[NDArray[np.int64]]], starts: NDArray[np.int64], ctx: ParallelContext
+        cls,
+        locals_: Sequence[Sequence[NDArray[np.int64]]],
+        starts: NDArray[np.int64],
+        ctx: ParallelContext,
+        uploads: Uploads | None = None,
     ) -> TokenExchange:
         """Compute the index arrays.
 
         Args:
             locals_: per cp rank and row, indices of the new tokens that the rank computes.
             starts: start of each row among all tokens, followed by T.
+            uploads: gets the arrays, which are there once it is sent; None to send them at once.
         """
         padded_len = max(sum(map(len, rows)) for rows in locals_)
         what = np.zeros(len(locals_) * padded_len, np.int64)
@@ -108,12 +114,18 @@ class TokenExchange:
             padded = rank * padded_len + np.arange(len(tokens))
             what[padded] = tokens
             where[tokens] = padded
+        sent = uploads or Uploads(ctx.device)
+        where_on_device = sent.add(where)
+        # With one rank, both count from 0 on.
+        what_on_device = where_on_device if ctx.cp.size == 1 else sent.add(what)
+        if uploads is None:
+            sent.send()
         return cls(
             cp=ctx.cp,
             num_local=sum(map(len, locals_[ctx.cp.rank])),
             padded_len=padded_len,
-            where=ctx.on_device(where),
-            what=ctx.on_device(what),
+            where=where_on_device,
+            what=what_on_device,
             order=where,
             locals_=locals_,
         )

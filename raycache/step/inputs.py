@@ -19,6 +19,7 @@ from torch import Tensor
 
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.owned_tokens import owned_prefix_lens, owned_slots
+from raycache.parallel.uploads import Uploads
 from raycache.step import page_tables
 from raycache.step.exchange import Exchange, HeadExchange, TokenExchange
 from raycache.wire.plan import StepPlan, is_emitted, local_positions
@@ -262,24 +263,35 @@ def build_inputs(
     positions = np.arange(len(every)) + (firsts - starts[:-1])[every]
     own, of_row = np.concatenate([np.empty(0, np.int64), *mine]), _rows_of([len(one) for one in mine])
     tokens = np.frombuffer(b"".join(row.tokens for row in plan.rows), np.int32)
-    return StepInputs(
+    room = 16 * (2 + len(windows)) * (len(every) + 32) + 24 * (len(plan.rows) + 32)
+    uploads = Uploads(ctx.device, room=room)
+    inputs = StepInputs(
         ctx=ctx,
-        ids=_on_device(tokens[own + starts[of_row]], ctx),
-        positions=_on_device(own + firsts[of_row], ctx),
+        ids=_added(uploads, tokens[own + starts[of_row]]),
+        positions=_added(uploads, own + firsts[of_row]),
         num_tokens=int(starts[-1]),
         rows=_rows(plan, mine, starts=starts.tolist()),
-        exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx),
+        exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx, uploads),
         places={
             space: _places(
-                plan, [table[space] for table in tables], positions, every, page_size=page_size, window=window, ctx=ctx
+                plan,
+                [table[space] for table in tables],
+                positions,
+                every,
+                page_size=page_size,
+                window=window,
+                ctx=ctx,
+                uploads=uploads,
             )
             for space, window in windows.items()
         },
-        read_states=_on_device(np.array([max(row.read_state, 0) for row in plan.rows]), ctx),
-        write_states=_on_device(np.array([max(row.write_state, 0) for row in plan.rows]), ctx),
-        logits=_on_device(np.arange(len(mine)) if has_all_tokens else _emitted(plan, mine), ctx),
+        read_states=_added(uploads, np.array([max(row.read_state, 0) for row in plan.rows])),
+        write_states=_added(uploads, np.array([max(row.write_state, 0) for row in plan.rows])),
+        logits=_added(uploads, np.arange(len(mine)) if has_all_tokens else _emitted(plan, mine)),
         is_decode=all(row.num_tokens == 1 for row in plan.rows),
     )
+    uploads.send()
+    return inputs
 
 
 def _emitted(plan: StepPlan, mine: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -329,6 +341,7 @@ def _places(
     page_size: int,
     window: int,
     ctx: ParallelContext,
+    uploads: Uploads,
 ) -> Places:
     """Where a step writes and reads, given the position and the row of each of its T tokens."""
     cp = {"cp_rank": ctx.cp.rank, "cp_size": ctx.cp.size}
@@ -337,8 +350,8 @@ def _places(
     owned, slots = owned_slots(positions, ids, page_size=page_size, **cp)
     kept = slots >= 0
     return Places(
-        owned=_on_device(owned[kept], ctx),
-        slots=_on_device(slots[kept], ctx),
+        owned=_added(uploads, owned[kept]),
+        slots=_added(uploads, slots[kept]),
         pages=pages,
         page_size=page_size,
         **cp,
@@ -388,8 +401,8 @@ def _moved_together(rows: Sequence[RowInputs]) -> tuple[tuple[RowInputs, ...], N
     return tuple(found), index.astype(np.int64)
 
 
-def _on_device(numbers: NDArray[np.generic], ctx: ParallelContext) -> Tensor:
-    return ctx.on_device(np.ascontiguousarray(numbers, dtype=np.int64))
+def _added(uploads: Uploads, numbers: NDArray[np.generic]) -> Tensor:
+    return uploads.add(np.ascontiguousarray(numbers, dtype=np.int64))
 
 
 def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:

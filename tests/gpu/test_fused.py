@@ -192,6 +192,16 @@ def test_gated_norms_round_once(model: str, tokens: int, dtype: torch.dtype) -> 
 
 
 @each_dtype
+@each_count
+@pytest.mark.parametrize(("heads", "dim"), [(16, 256), (5, 24)])
+def test_sigmoid_gates_round_once(heads: int, dim: int, tokens: int, dtype: torch.dtype) -> None:
+    x, packed = 3 * draw(tokens, heads, dim, dtype=dtype), draw(tokens, heads + 8, dim, dtype=dtype, seed=1)
+    gate = packed[:, 5 : 5 + heads]
+    for each in (gate, gate.contiguous(), packed[:, 1 : 1 + heads]):
+        assert_rounded_once(fused.sigmoid_gated(x, each), fused.sigmoid_gated(x.float(), each.float()))
+
+
+@each_dtype
 @pytest.mark.parametrize("scale", [1.0, 1.3])
 def test_angles_equal_those_of_torch(scale: float, dtype: torch.dtype) -> None:
     positions = torch.cat((torch.arange(3000), torch.tensor([40_959, 131_072, 1_000_000]))).cuda()
@@ -232,12 +242,15 @@ def cases(dtype: torch.dtype, *, tokens: int = 3) -> dict[str, Callable[[], Any]
         "angles": lambda: fused.angles(positions, rotary._inverse, scale=1.0, dtype=dtype),
         "heads": lambda: turn(heads[:, :40], norm=norm),
         "gated norm": lambda: fused.gated_norm(heads, heads, weight[:128], 1e-6, activation="silu"),
+        "sigmoid gate": lambda: fused.sigmoid_gated(heads, heads),
         "sinks": lambda: apply_sinks(own, lse, sinks),
     }
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["norm", "add", *ACTIVATIONS, "angles", "heads", "gated norm", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["norm", "add", *ACTIVATIONS, "angles", "heads", "gated norm", "sigmoid gate", "sinks"]
+)
 def test_each_is_one_launch(name: str, dtype: torch.dtype) -> None:
     launched = kernels(cases(dtype)[name])
     assert len(launched) == 1, launched

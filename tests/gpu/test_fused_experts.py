@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -150,13 +151,28 @@ def test_a_shared_expert_among_the_routed_ones(num_shared: int, activation: Acti
         assert float((errors > 4 * BOUND).float().mean()) < 0.05, num_tokens
 
 
+@pytest.mark.parametrize("num_tokens", [64, 1100])
 @torch.inference_mode()
-def test_a_tokens_result_does_not_depend_on_the_others() -> None:
+def test_a_tokens_result_does_not_depend_on_the_others(num_tokens: int) -> None:
+    """Other orders put its rows to other tiles, some of which have half the size."""
     fast, _ = make(silu_gated, 16, 256, 128)
-    x, (weights, ids) = draw(64, 256, seed=5) * 16, choose(64, 16, 4)
+    x, (weights, ids) = draw(num_tokens, 256, seed=5) * 16, choose(num_tokens, 16, 4)
     found = fast(x, weights, ids)
-    order = torch.randperm(64, device="cuda")
+    order = torch.randperm(num_tokens, device="cuda")
     assert torch.equal(fast(x[order], weights[order], ids[order]), found[order])
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 129, 191, 193, 256])
+@torch.inference_mode()
+def test_last_tiles_of_any_size(rows: int) -> None:
+    """The first expert has so many rows, and the others enough for large tiles and listed blocks."""
+    fast, slow = make(silu_gated, 16, 256, 128)
+    x, weights = draw(4200, 256, seed=5) * 16, torch.ones(4200, 1, device="cuda")
+    ids = torch.randint(1, 16, (4200, 1), device="cuda")
+    ids[:rows] = 0
+    found, right = fast(x, weights, ids), slow(x, weights, ids)
+    assert error(found[:rows], right[:rows]) < BOUND
+    assert error(found[rows:], right[rows:]) < BOUND
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 100, 3000])
@@ -183,7 +199,7 @@ def test_matrices_in_two_tensors_that_are_not_contiguous() -> None:
         assert error(fast(x, weights, ids), slow(x.float(), weights, ids)) < BOUND
 
 
-@pytest.mark.parametrize(("num_tokens", "most"), [(1, 3), (64, 4), (3000, 6)])
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 3), (64, 4), (3000, 7)])
 @torch.inference_mode()
 def test_launches(num_tokens: int, most: int) -> None:
     fast, _ = make(silu_gated, 16, 128, 96)
@@ -208,16 +224,23 @@ def test_other_weights_are_noticed() -> None:
 @pytest.mark.parametrize(("num_tokens", "chosen", "count"), [(1, 4, 16), (64, 10, 512), (600, 7, 128), (9000, 10, 512)])
 @torch.inference_mode()
 def test_routes_are_a_stable_sort(num_tokens: int, chosen: int, count: int) -> None:
-    from raycache.layers.routing_kernels import Routes
+    from raycache.layers.routing_kernels import LISTED, Routes
 
     _, ids = choose(num_tokens, count, chosen)
     for held in (count, count - 5):
-        routes, (sorted_ids, order) = Routes.of(ids, held), ids.flatten().clamp(max=held).sort(stable=True)
+        routes = Routes.of(ids, held, rows_per_block=128)
+        sorted_ids, order = ids.flatten().clamp(max=held).sort(stable=True)
         inside = int((sorted_ids < held).sum())
         assert torch.equal(routes.order[:inside], order[:inside])
         assert torch.equal(routes.experts[:inside].long(), sorted_ids[:inside])
         assert bool((routes.experts[inside:] >= held).all())
         assert torch.equal(routes.ends, torch.searchsorted(sorted_ids, torch.arange(held, device="cuda"), right=True))
+        assert (routes.blocks is not None) == (ids.numel() > LISTED)
+        if routes.blocks is not None:
+            bounds = enumerate(pairwise([0, *routes.ends.tolist()]))
+            blocks = [[expert, row] for expert, (start, end) in bounds for row in range(start, end, 128)]
+            assert routes.blocks[: len(blocks)].tolist() == blocks
+            assert bool((routes.blocks[len(blocks) :, 0] == held).all())
 
 
 def test_experts_without_a_recipe_have_no_kernels() -> None:

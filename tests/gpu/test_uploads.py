@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raycache.memory.streams import CopyEngine, cuda_major
-from raycache.parallel.uploads import download, upload, uploaded
+from raycache.parallel.uploads import Uploads, download, upload, uploaded
 
 pytestmark = pytest.mark.gpu
 
@@ -69,3 +69,24 @@ def test_small_copies_do_not_wait_for_long_ones(to_device: bool) -> None:
     copied.synchronize()
     assert not end.query()
     assert torch.equal(there.cpu(), small) and torch.equal(back, torch.arange(100))
+
+
+def test_arrays_travel_together() -> None:
+    """Of several types and sizes, some of them empty; the third does not fit beside the others."""
+    uploads = Uploads(DEVICE, room=4096)
+    arrays = [
+        np.arange(5),
+        np.arange(6, dtype=np.int32).reshape(3, 2)[:, ::-1],
+        np.random.default_rng(0).standard_normal(5000),
+        np.zeros((0, 2), np.int64),
+        np.array([1, 0, 1], np.uint8),
+    ]
+    for _ in range(3):
+        sent = [uploads.add(array) for array in arrays]
+        uploads.send()
+        for array, tensor in zip(arrays, sent, strict=True):
+            assert tensor.is_cuda
+            assert tensor.is_contiguous()
+            assert not tensor.numel() or tensor.data_ptr() % 256 == 0
+            np.testing.assert_array_equal(tensor.cpu().numpy(), array, strict=True)
+    uploads.send()
