@@ -10,19 +10,16 @@ out = merge( causal(new tokens of this chunk), cached(pages of cp rank 0), ..., 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.merge import Part, merge
 from raycache.attention.triton_works import triton_works
-from raycache.parallel.uploads import Uploads
 from raycache.step.exchange import TokenExchange
 from raycache.step.inputs import StepInputs
 
@@ -67,7 +64,6 @@ class StepLayout:
     def __init__(self, inputs: StepInputs) -> None:
         rows = list(enumerate(inputs.rows))
         self.inputs = inputs
-        self._uploads: Uploads | None = None
         self.chunks = tuple(
             Chunk(i, row.start, _slice(row.tokens), _slice(row.local), row.runs)
             for i, row in rows
@@ -78,20 +74,9 @@ class StepLayout:
         self.has_cached = bool(self.singles) or any(chunk.start for chunk in self.chunks)
         self.has_causal = any(chunk.runs for chunk in self.chunks)
 
-    def on_device(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        """Copy to the device as int64; within `together`, what it returns has its numbers at the end of that."""
-        array = np.array(numbers, np.int64)
-        return self.inputs.ctx.on_device(array) if self._uploads is None else self._uploads.add(array)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Within it, `on_device` only collects; what it has collected is copied at the end."""
-        self._uploads = Uploads(self.inputs.ctx.device)
-        try:
-            yield
-            self._uploads.send()
-        finally:
-            self._uploads = None
+    def on_device(self, numbers: list[int]) -> Tensor:
+        """Copy to the device as int64."""
+        return self.inputs.ctx.on_device(np.array(numbers, np.int64))
 
     def combine(
         self, cached: Part | None, causal: Part | None, sinks: Tensor | None, *, is_log2: bool = False

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from raycache.attention.delta_rule import DeltaRule
-from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_delta import Chains, Chunks, decays, pass_states
 from raycache.attention.recurrent_plain import CHUNK
 from raycache.attention.row_order import Chain
-from raycache.step.inputs import RowInputs
+from raycache.parallel.uploads import Uploads
+from raycache.step.inputs import RowInputs, StepInputs
 
 TILES: Mapping[str, Mapping[str, int]] = {
     "common.chunk_o:chunk_fwd_kernel_o": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 2},
@@ -49,26 +49,27 @@ class DeltaRows:
         tokens: int64 [L], the rows' tokens; None if they are all T.
     """
 
-    def __init__(self, rows: Sequence[RowInputs], stages: Sequence[Sequence[Chain]], layout: StepLayout) -> None:
+    def __init__(self, inputs: StepInputs, stages: Sequence[Sequence[Chain]]) -> None:
         """Lay out the long rows of a step.
 
         Args:
-            rows: all of the step.
             stages: chains of long rows.
         """
+        rows, uploads = inputs.rows, Uploads(inputs.ctx.device, room=16 * inputs.num_tokens + 4096)
         found = sorted(i for chains in stages for chain in chains for i in chain)
         counts = [len(rows[i].tokens) for i in found]
         bounds = list(accumulate(counts, initial=0))
         firsts = list(accumulate((-(-count // CHUNK) for count in counts), initial=0))
-        has_all = bounds[-1] == layout.inputs.num_tokens
-        self.tokens = None if has_all else layout.on_device([token for i in found for token in rows[i].tokens])
-        self._bounds = layout.on_device(bounds)
+        has_all = bounds[-1] == inputs.num_tokens
+        self.tokens = None if has_all else uploads.integers([token for i in found for token in rows[i].tokens])
+        self._bounds = uploads.integers(bounds)
         pieces = [(n, at) for n, count in enumerate(counts) for at in range(0, count, CHUNK)]
-        self._indices = _table([(n, at // CHUNK) for n, at in pieces], layout)
+        self._indices = _table([(n, at // CHUNK) for n, at in pieces], uploads)
         table = [(rows[found[n]].tokens.start + at, bounds[n] + at, min(CHUNK, counts[n] - at)) for n, at in pieces]
-        self._chunks = Chunks(_table(table, layout), bounds[-1])
+        self._chunks = Chunks(_table(table, uploads), bounds[-1])
         lines = {i: (bounds[n], counts[n], firsts[n], rows[i].write_state) for n, i in enumerate(found)}
-        self._stages = [_chains(chains, rows, lines, layout) for chains in stages]
+        self._stages = [_chains(chains, rows, lines, uploads) for chains in stages]
+        uploads.send()
 
     def prepare(
         self,
@@ -153,18 +154,18 @@ def _chains(
     chains: Sequence[Chain],
     rows: Sequence[RowInputs],
     lines: Mapping[int, tuple[int, int, int, int]],
-    layout: StepLayout,
+    uploads: Uploads,
 ) -> Chains | None:
     if not chains:
         return None
     firsts = accumulate(map(len, chains), initial=0)
     heads = [(first, len(chain), rows[chain[0]].read_state) for first, chain in zip(firsts, chains, strict=False)]
-    return Chains(_table([lines[i] for chain in chains for i in chain], layout), _table(heads, layout))
+    return Chains(_table([lines[i] for chain in chains for i in chain], uploads), _table(heads, uploads))
 
 
-def _table(lines: Sequence[tuple[int, ...]], layout: StepLayout) -> Tensor:
+def _table(lines: Sequence[tuple[int, ...]], uploads: Uploads) -> Tensor:
     """int64 [N, columns], N >= 1."""
-    return layout.on_device([number for line in lines for number in line]).view(len(lines), -1)
+    return uploads.integers([number for line in lines for number in line]).view(len(lines), -1)
 
 
 @cache

@@ -33,9 +33,13 @@ from raycache.attention.row_order import Chain, stages
 from raycache.attention.state_space import StateSpace
 from raycache.attention.states import Recurrence
 from raycache.memory.views import StateView
-from raycache.step.inputs import RowInputs, StateRows
+from raycache.parallel.uploads import Uploads
+from raycache.step.inputs import RowInputs, StateRows, StepInputs
 
 _log = logging.getLogger(__name__)
+
+_Slots = Callable[[tuple[int, ...]], StateRows]
+"""States of some rows of the step, given their indices."""
 
 SHORT = 32
 """Rows up to this length are processed token by token, in full precision. On an H200, 16 rows of this length take
@@ -51,13 +55,14 @@ class KernelRecurrence:
 
     def __init__(self, layout: StepLayout) -> None:
         inputs = layout.inputs
-        slots = cache(lambda indices: _slots([inputs.rows[i] for i in indices], layout))
+        uploads = Uploads(inputs.ctx.device, room=64 * inputs.num_tokens + 4096)
+        slots = cache(lambda indices: _slots([inputs.rows[i] for i in indices], inputs, uploads))
         self._layout = layout
-        with layout.together():
-            self._convolutions = [
-                _Convolutions(chains, layout, slots) for chains in stages(inputs, can_follow=_is_beside)
-            ]
-            self._scans = [_Scans(chains, layout, slots) for chains in stages(inputs, can_follow=_are_long)]
+        self._convolutions = [
+            _Convolutions(chains, inputs, uploads, slots) for chains in stages(inputs, can_follow=_is_beside)
+        ]
+        self._scans = [_Scans(chains, inputs, uploads, slots) for chains in stages(inputs, can_follow=_are_long)]
+        uploads.send()
         self._has_long = any(scans.chains for scans in self._scans)
         self._long: DeltaRows | None = None
         self._readable: Recurrence | None = None
@@ -161,8 +166,7 @@ class KernelRecurrence:
     def _delta(self) -> DeltaRows:
         """Long rows of a layer with a delta rule; the tables are only copied for models that have such layers."""
         if self._long is None:
-            with self._layout.together():
-                self._long = DeltaRows(self._layout.inputs.rows, [scans.chains for scans in self._scans], self._layout)
+            self._long = DeltaRows(self._layout.inputs, [scans.chains for scans in self._scans])
         return self._long
 
     def _is_fused(self, view: StateView) -> bool:
@@ -185,22 +189,20 @@ class _Convolutions:
         blocks: their tokens.
     """
 
-    def __init__(
-        self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], StateRows]
-    ) -> None:
-        all_rows = layout.inputs.rows
+    def __init__(self, chains: Sequence[Chain], inputs: StepInputs, uploads: Uploads, slots: _Slots) -> None:
+        all_rows = inputs.rows
         behind = {i: len(all_rows[before].tokens) for chain in chains for before, i in pairwise(chain)}
         indices = sorted(i for chain in chains for i in chain)
         self.rows = slots(tuple(indices))
-        static = layout.inputs.state_rows
+        static = inputs.state_rows
         lengths = [len(all_rows[i].tokens) if static is None else static.longest for i in indices]
-        size = 1 if layout.inputs.is_decode and max(lengths) == 1 else BLOCK_TOKENS
+        size = 1 if inputs.is_decode and max(lengths) == 1 else BLOCK_TOKENS
         firsts = [(n, first) for n, length in enumerate(lengths) for first in range(0, length, size)]
         self.blocks = Blocks(
-            _pairs(firsts, layout),
+            _pairs(firsts, uploads),
             size,
             # Not only where rows go on: the warm-up, which compiles all kernels, has no such rows.
-            behind=None if layout.inputs.is_decode else layout.on_device([behind.get(i, 0) for i in indices]),
+            behind=None if inputs.is_decode else uploads.integers([behind.get(i, 0) for i in indices]),
         )
 
 
@@ -214,16 +216,14 @@ class _Scans:
         bounds: int64 [M, 2], the first row of each chain and their number.
     """
 
-    def __init__(
-        self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], StateRows]
-    ) -> None:
-        rows = layout.inputs.rows
+    def __init__(self, chains: Sequence[Chain], inputs: StepInputs, uploads: Uploads, slots: _Slots) -> None:
+        rows = inputs.rows
         short = [i for chain in chains for i in chain if _is_short(rows[i])]
         self.chains = [chain for chain in chains if not _is_short(rows[chain[0]])]
         self.short = slots(tuple(short)) if short else None
         self.long = slots(tuple(i for chain in self.chains for i in chain)) if self.chains else None
         counts = [len(chain) for chain in self.chains]
-        self.bounds = _pairs(list(zip(accumulate(counts, initial=0), counts, strict=False)), layout)
+        self.bounds = _pairs(list(zip(accumulate(counts, initial=0), counts, strict=False)), uploads)
 
 
 def _are_long(before: RowInputs, row: RowInputs) -> bool:
@@ -241,25 +241,24 @@ def _is_short(row: RowInputs) -> bool:
     return len(row.tokens) <= SHORT or len(row.draft_states) > 0
 
 
-def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> StateRows:
-    inputs = layout.inputs
+def _slots(rows: Sequence[RowInputs], inputs: StepInputs, uploads: Uploads) -> StateRows:
     if inputs.state_rows is not None:
         return inputs.state_rows
-    spans = _pairs([(row.tokens.start, len(row.tokens)) for row in rows], layout)
-    kept, longest = layout.on_device([1 + len(row.draft_states) for row in rows]), max(len(row.tokens) for row in rows)
+    spans = _pairs([(row.tokens.start, len(row.tokens)) for row in rows], uploads)
+    kept, longest = uploads.integers([1 + len(row.draft_states) for row in rows]), max(len(row.tokens) for row in rows)
     if inputs.is_decode and all(row.read_state >= 0 for row in rows):
         return StateRows(spans, inputs.read_states, inputs.write_states, kept, longest)
     writes = np.full(inputs.num_tokens, -1)
     for row in rows:
         after = (row.write_state, *row.draft_states)
         writes[row.tokens.stop - len(after) : row.tokens.stop] = after
-    reads = layout.on_device([row.read_state for row in rows])
-    return StateRows(spans, reads, layout.on_device(writes), kept, longest)
+    reads = uploads.integers([row.read_state for row in rows])
+    return StateRows(spans, reads, uploads.integers(writes), kept, longest)
 
 
-def _pairs(pairs: Sequence[tuple[int, int]], layout: StepLayout) -> Tensor:
+def _pairs(pairs: Sequence[tuple[int, int]], uploads: Uploads) -> Tensor:
     """int64 [N, 2]."""
-    return layout.on_device([number for pair in pairs for number in pair]).view(len(pairs), 2)
+    return uploads.integers([number for pair in pairs for number in pair]).view(len(pairs), 2)
 
 
 def _half(*tensors: Tensor) -> torch.dtype | None:

@@ -3,8 +3,9 @@
     up       gathers tokens by expert, multiplies, adds the bias and activates, all in float32
     down     multiplies, adds the bias and writes in the order of (token, choice) pairs
 
-Rows are sorted by expert, and each program finds its expert and rows on the device, so that steps can be captured in
-CUDA graphs. Nothing is added up by atomic operations: a token's result does not depend on the order of programs.
+Rows are sorted by expert, and each program finds its expert and rows on the device, for prompts in a list, so that
+steps can be captured in CUDA graphs. Nothing is added up by atomic operations: a token's result does not depend on the
+order of programs.
 
 Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, N output features, K
 input features, C hidden size, I inner features.
@@ -35,13 +36,12 @@ from raycache.parallel.devices import early
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a program: `rows` of one expert by `size` output features, `depth` input features at a time.
+    """Tile of a program: rows of one expert by `size` output features, `depth` input features at a time.
 
     Attributes:
         is_copied: whether the tensor memory accelerator copies the matrices, if it can.
     """
 
-    rows: int
     size: int
     depth: int
     num_warps: int
@@ -51,21 +51,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of gated and plain products, of as many rows, for up to `most` rows per expert on average.
+    """Tiles of `rows` rows for gated and plain products, used up to `most` rows per expert on average.
 
     With the first ones each row has a block of its own, and there is one expert per row at least.
     """
 
     most: float
+    rows: int
     gated: Tile
     plain: Tile
 
 
 TILES: Sequence[Tiles] = (
-    Tiles(1, Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
-    Tiles(16, Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
-    Tiles(64, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
-    Tiles(math.inf, Tile(128, 128, 64, 8, 4, is_copied=True), Tile(128, 256, 64, 8, 4, is_copied=True)),
+    Tiles(1, 16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 3)),
+    Tiles(16, 16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),
+    Tiles(64, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    Tiles(math.inf, 128, Tile(128, 64, 8, 4, is_copied=True), Tile(256, 64, 8, 4, is_copied=True)),
 )
 """Fastest on an H200 (docs/adr/0020)."""
 
@@ -132,7 +133,7 @@ class _ProductKind:
             "IS_COPIED": self.is_copied(tiles),
             "N": self.size,
             "K": self.depth,
-            "BM": tile.rows,
+            "BM": tiles.rows,
             "BN": tile.size,
             "BK": tile.depth,
             "MODE": mode,
@@ -166,7 +167,7 @@ def run_experts(x: Tensor, weights: Tensor, ids: Tensor, matrices: FusedExperts)
     """Weighted sums of the experts' outputs; see `RoutedExperts`. Choices from E on contribute nothing."""
     num_experts = len(matrices.down)
     tiles = next(tiles for tiles in TILES if ids.numel() <= tiles.most * num_experts)
-    routes = Routes.of(ids, num_experts, rows_per_block=tiles.plain.rows) if len(x) > 1 else None
+    routes = Routes.of(ids, num_experts, rows_per_block=tiles.rows) if len(x) > 1 else None
     pair = matrices.gate, matrices.up
     inner = _multiply(x, pair, matrices.up_bias, ids, routes, tiles, recipe=matrices.recipe)
     parts = _multiply(inner, (matrices.down, matrices.down), matrices.down_bias, ids, routes, tiles, recipe=None)
@@ -201,11 +202,11 @@ def _multiply(
         mode, blocks, order, ends, experts = "pairs", len(out), ids, ids, ids
     else:
         order, ends, experts = routes.order, routes.ends, routes.experts
-        mode, blocks = "rows", len(out)
-        if tiles is not TILES[0]:
-            mode, blocks = "blocks", num_blocks(routes, tiles.plain.rows)
-            if routes.blocks is not None:
-                mode, experts = "listed", routes.blocks
+        mode = _mode(len(out), tiles)
+        blocks = len(out) if mode == "rows" else num_blocks(len(out), kind.num_experts, tiles.rows)
+        if mode == "listed":
+            assert routes.blocks is not None, "blocks of many rows are listed"
+            experts = routes.blocks
     gate, up = (kind.of_kernel(matrix, tiles) for matrix in matrices)
     tensors = x, gate, up, matrices[0] if bias is None else bias, order, ends, experts, out
     grid = triton.cdiv(kind.size, kind.tile(tiles).size), blocks
@@ -213,15 +214,21 @@ def _multiply(
     return out
 
 
+def _mode(num_rows: float, tiles: Tiles) -> str:
+    """How the blocks of sorted rows are found, see `rows_of`."""
+    if tiles is TILES[0]:
+        return "rows"
+    return "listed" if num_rows > LISTED else "blocks"
+
+
 def _modes(num_experts: int) -> Iterator[tuple[str, Tiles]]:
-    """How rows are found with each kind of tiles, whatever their number."""
+    """All modes that any number of rows may have, with their tiles."""
     yield "pairs", TILES[0]
     yield "rows", TILES[0]
     for smaller, tiles in pairwise(TILES):
-        if smaller.most * num_experts < LISTED:
-            yield "blocks", tiles
-        if tiles.most * num_experts > LISTED:
-            yield "listed", tiles
+        ends = smaller.most * num_experts + 1, tiles.most * num_experts
+        for mode in dict.fromkeys(_mode(num_rows, tiles) for num_rows in ends):
+            yield mode, tiles
 
 
 @cache
@@ -384,15 +391,16 @@ def _product(
         gdc_launch_dependents()
         gdc_wait()
     expert, first, last = rows_of(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
+    if first >= last:
+        return
     IS_PAIR: tl.constexpr = MODE == "pairs"
-    # Of an expert's last rows, half a tile is less work.
+    # The last rows of an expert often fit into half a tile.
     if BM == 128 and last - first <= 64:
-        if first < last:
-            _write(
-                x, gate, up, bias, order, out, expert, first, last, alpha, limit, x_stride, of_expert, of_feature,
-                N, K, 64, BN, BK, IS_PAIR, CHOSEN, KIND, IS_GATED, IS_COPIED, HAS_BIAS,
-            )  # fmt: skip
-    elif first < last:
+        _write(
+            x, gate, up, bias, order, out, expert, first, last, alpha, limit, x_stride, of_expert, of_feature,
+            N, K, 64, BN, BK, IS_PAIR, CHOSEN, KIND, IS_GATED, IS_COPIED, HAS_BIAS,
+        )  # fmt: skip
+    else:
         _write(
             x, gate, up, bias, order, out, expert, first, last, alpha, limit, x_stride, of_expert, of_feature,
             N, K, BM, BN, BK, IS_PAIR, CHOSEN, KIND, IS_GATED, IS_COPIED, HAS_BIAS,

@@ -146,7 +146,7 @@ def gated_norm(
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate): [T, H, D] -> new [T, H, D]."""
-    is_dense = x.is_contiguous() and gate.stride()[1:] == (x.shape[2], 1)
+    is_dense = x.shape == gate.shape and x.is_contiguous() and gate.stride()[1:] == (x.shape[2], 1)
     if is_dense and (kernels := _kernels_for(x)):
         product: Tensor = kernels.sigmoid_gated(x, gate)
         return product

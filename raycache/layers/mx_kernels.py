@@ -179,7 +179,7 @@ def mx_product(
     if routes.is_sorted:
         mode = "rows"
         if tiles is not _TILES[0]:
-            mode, blocks = "blocks", num_blocks(routes, tile.rows)
+            mode, blocks = "blocks", num_blocks(len(routes.order), num_experts, tile.rows)
     out = torch.empty(_shape(kind, tile, len(routes.order)), dtype=_dtype(tile), device=x.device)
     tensors = x, codes, scales, x if bias is None else bias, routes.order, routes.ends, routes.experts, out
     grid = triton.cdiv(size, tile.size), blocks, tile.summands

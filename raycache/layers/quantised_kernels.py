@@ -85,7 +85,7 @@ def fp8_product(
     average = len(routes.order) / num_experts  # rows per expert, fixed in a CUDA graph
     tile = next(tile for most, tile in _TILES if average <= most)
     out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
-    _fp8_product[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
+    _fp8_product[(triton.cdiv(size, tile.size), num_blocks(len(routes.order), num_experts, tile.rows))](
         x,
         x_scales,
         codes,

@@ -7,7 +7,7 @@ Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -50,19 +50,20 @@ class Routes:
         """Sort by expert, given the chosen experts [T, k].
 
         Args:
-            rows_per_block: list such blocks of more than `LISTED` rows; 0 for no list.
+            rows_per_block: rows of a block; blocks are listed if there are more than `LISTED` rows. 0 for no list.
         """
-        ids = ids.contiguous()
-        order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-        experts = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+        ids, num_rows = ids.contiguous(), ids.numel()
+        order = torch.empty(num_rows, dtype=torch.int64, device=ids.device)
+        experts = torch.empty(num_rows, dtype=torch.int32, device=ids.device)
         ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-        routes = cls(order, ends, experts, ids.shape[1])
-        if ids.numel() <= LISTED:
+        blocks = None
+        if num_rows > LISTED and rows_per_block:
+            blocks = ends.new_empty(num_blocks(num_rows, num_experts, rows_per_block), 2)
+        routes = cls(order, ends, experts, ids.shape[1], blocks=blocks)
+        if num_rows > LISTED:
+            _sort(ids, routes, rows_per_block)
+        else:
             _sort_few(ids, routes)
-            return routes
-        if rows_per_block:
-            routes = replace(routes, blocks=ends.new_empty(num_blocks(routes, rows_per_block), 2))
-        _sort(ids, routes, rows_per_block)
         return routes
 
     @classmethod
@@ -72,10 +73,9 @@ class Routes:
         return cls(pairs, pairs, pairs, len(pairs), is_sorted=False)
 
 
-def num_blocks(routes: Routes, num_at_once: int) -> int:
-    """Upper bound of the number of blocks of `num_at_once` rows of one expert."""
-    num_rows = len(routes.order)
-    return min(len(routes.ends), num_rows) + num_rows // num_at_once
+def num_blocks(num_rows: int, num_experts: int, rows_per_block: int) -> int:
+    """Upper bound of the number of blocks of rows of one expert."""
+    return min(num_experts, num_rows) + num_rows // rows_per_block
 
 
 def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from subprocess import SubprocessError
 from typing import Any
@@ -55,39 +55,43 @@ class Uploads:
 
     Args:
         device: that gets them.
-        room: bytes of a copy; a larger array has its own.
+        room: bytes that are copied together, with each array padded to a multiple of 256; more take further copies.
     """
 
-    def __init__(self, device: torch.device, *, room: int = 1 << 16) -> None:
+    def __init__(self, device: torch.device, *, room: int) -> None:
         self._device, self._room = device, room
         self._used = 0
-        self._pinned, self._target = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        self._source = torch.empty(0, dtype=torch.int64)
+        self._target = self._source.to(device)
 
     def add(self, numbers: NDArray[Any]) -> Tensor:
-        """A tensor on the device that has these numbers after `send`; for the CPU, the array itself."""
-        source = torch.from_numpy(np.ascontiguousarray(numbers))
-        if self._device.type != "cuda" or not source.numel():
-            return source.to(self._device)
-        if self._used + source.nbytes > self._pinned.nbytes:
+        """A new tensor on the device, which has these numbers after `send`. Not while a graph is captured."""
+        array = torch.from_numpy(np.ascontiguousarray(numbers))
+        if self._used + array.nbytes > self._source.nbytes:
             self.send()
-            words = -(-max(self._room, source.nbytes) // 8)
-            self._pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
+            words = -(-max(self._room, array.nbytes) // 8)
+            self._source = torch.empty(words, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             self._target = torch.empty(words, dtype=torch.int64, device=self._device)
-        span = slice(self._used, self._used + source.nbytes)
-        pinned, target = (each.view(torch.uint8)[span].view(source.dtype) for each in (self._pinned, self._target))
-        pinned.copy_(source.view(-1))
+        span = slice(self._used, self._used + array.nbytes)
+        source, target = (each.view(torch.uint8)[span].view(array.dtype) for each in (self._source, self._target))
+        source.copy_(array.view(-1))
         # Kernels are compiled for aligned addresses.
         self._used = -(-span.stop // _ALIGNMENT) * _ALIGNMENT
-        return target.view(source.shape)
+        return target.view(array.shape)
+
+    def integers(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> Tensor:
+        """`add`, as int64."""
+        return self.add(np.asarray(numbers, np.int64))
 
     def send(self) -> None:
         """Copy what was added, on the current stream. Not while a graph is captured."""
         if self._used:
-            words = min(self._used // 8, len(self._pinned))
-            upload(self._pinned[:words], self._target[:words])
-            _in_use.keep(self._pinned, self._device)
+            words = min(self._used // 8, len(self._source))
+            upload(self._source[:words], self._target[:words])
+            if self._device.type == "cuda":
+                _in_use.keep(self._source, self._device)
         self._used = 0
-        self._pinned, self._target = self._pinned[:0], self._target[:0]
+        self._source, self._target = self._source[:0], self._target[:0]
 
 
 def download(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -77,8 +77,8 @@ class TokenExchange:
     Attributes:
         num_local: T_local, number of this rank's tokens.
         padded_len: maximum T_local of the cp ranks.
-        where: int64 [T]; index of each token among the cp * padded_len gathered ones.
-        what: int64 [cp * padded_len]; inverse of `where`, 0 for padding.
+        where: int64 [T]; index of each token among the cp * padded_len gathered ones. Empty with one cp rank.
+        what: int64 [cp * padded_len]; inverse of `where`, 0 for padding. Empty with one cp rank.
         order: `where` at the host.
         locals_: per cp rank and row, indices of the new tokens that the rank computes.
     """
@@ -104,7 +104,7 @@ class TokenExchange:
         Args:
             locals_: per cp rank and row, indices of the new tokens that the rank computes.
             starts: start of each row among all tokens, followed by T.
-            uploads: gets the arrays, which are there once it is sent; None to send them at once.
+            uploads: collects the arrays, which must be sent before they are read; None to send them here.
         """
         padded_len = max(sum(map(len, rows)) for rows in locals_)
         what = np.zeros(len(locals_) * padded_len, np.int64)
@@ -114,10 +114,11 @@ class TokenExchange:
             padded = rank * padded_len + np.arange(len(tokens))
             what[padded] = tokens
             where[tokens] = padded
-        sent = uploads or Uploads(ctx.device)
-        where_on_device = sent.add(where)
-        # With one rank, both count from 0 on.
-        what_on_device = where_on_device if ctx.cp.size == 1 else sent.add(what)
+        sent = uploads or Uploads(ctx.device, room=8 * (len(where) + len(what)) + 512)
+        if ctx.cp.size == 1:
+            where_on_device = what_on_device = torch.empty(0, dtype=torch.int64, device=ctx.device)
+        else:
+            where_on_device, what_on_device = sent.add(where), sent.add(what)
         if uploads is None:
             sent.send()
         return cls(

@@ -263,12 +263,13 @@ def build_inputs(
     positions = np.arange(len(every)) + (firsts - starts[:-1])[every]
     own, of_row = np.concatenate([np.empty(0, np.int64), *mine]), _rows_of([len(one) for one in mine])
     tokens = np.frombuffer(b"".join(row.tokens for row in plan.rows), np.int32)
-    room = 16 * (2 + len(windows)) * (len(every) + 32) + 24 * (len(plan.rows) + 32)
+    # Ids, positions, owned and slots of each space, and both ways of the exchange; then three numbers per row.
+    room = 8 * (4 + 2 * len(windows)) * (len(every) + 32 * ctx.cp.size) + 24 * (len(plan.rows) + 32)
     uploads = Uploads(ctx.device, room=room)
     inputs = StepInputs(
         ctx=ctx,
-        ids=_added(uploads, tokens[own + starts[of_row]]),
-        positions=_added(uploads, own + firsts[of_row]),
+        ids=uploads.integers(tokens[own + starts[of_row]]),
+        positions=uploads.integers(own + firsts[of_row]),
         num_tokens=int(starts[-1]),
         rows=_rows(plan, mine, starts=starts.tolist()),
         exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx, uploads),
@@ -285,9 +286,9 @@ def build_inputs(
             )
             for space, window in windows.items()
         },
-        read_states=_added(uploads, np.array([max(row.read_state, 0) for row in plan.rows])),
-        write_states=_added(uploads, np.array([max(row.write_state, 0) for row in plan.rows])),
-        logits=_added(uploads, np.arange(len(mine)) if has_all_tokens else _emitted(plan, mine)),
+        read_states=uploads.integers(np.array([max(row.read_state, 0) for row in plan.rows])),
+        write_states=uploads.integers(np.array([max(row.write_state, 0) for row in plan.rows])),
+        logits=uploads.integers(np.arange(len(mine)) if has_all_tokens else _emitted(plan, mine)),
         is_decode=all(row.num_tokens == 1 for row in plan.rows),
     )
     uploads.send()
@@ -350,8 +351,8 @@ def _places(
     owned, slots = owned_slots(positions, ids, page_size=page_size, **cp)
     kept = slots >= 0
     return Places(
-        owned=_added(uploads, owned[kept]),
-        slots=_added(uploads, slots[kept]),
+        owned=uploads.integers(owned[kept]),
+        slots=uploads.integers(slots[kept]),
         pages=pages,
         page_size=page_size,
         **cp,
@@ -399,10 +400,6 @@ def _moved_together(rows: Sequence[RowInputs]) -> tuple[tuple[RowInputs, ...], N
         first, first_local = tokens.stop, local.stop
     index = np.concatenate([np.arange(row.local.start, row.local.stop) for row in rows])
     return tuple(found), index.astype(np.int64)
-
-
-def _added(uploads: Uploads, numbers: NDArray[np.generic]) -> Tensor:
-    return uploads.add(np.ascontiguousarray(numbers, dtype=np.int64))
 
 
 def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:

@@ -154,7 +154,7 @@ def test_a_shared_expert_among_the_routed_ones(num_shared: int, activation: Acti
 @pytest.mark.parametrize("num_tokens", [64, 1100])
 @torch.inference_mode()
 def test_a_tokens_result_does_not_depend_on_the_others(num_tokens: int) -> None:
-    """Other orders put its rows to other tiles, some of which have half the size."""
+    """Another order puts a token's rows into other tiles, some of half the size."""
     fast, _ = make(silu_gated, 16, 256, 128)
     x, (weights, ids) = draw(num_tokens, 256, seed=5) * 16, choose(num_tokens, 16, 4)
     found = fast(x, weights, ids)

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from raycache.attention.layout import StepLayout
 from raycache.memory.streams import CopyEngine, cuda_major
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Split
 from raycache.parallel.uploads import Uploads, download, upload, uploaded
+from raycache.step.inputs import build_inputs
+from raycache.wire.plan import Row, StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -71,22 +76,40 @@ def test_small_copies_do_not_wait_for_long_ones(to_device: bool) -> None:
     assert torch.equal(there.cpu(), small) and torch.equal(back, torch.arange(100))
 
 
-def test_arrays_travel_together() -> None:
-    """Of several types and sizes, some of them empty; the third does not fit beside the others."""
-    uploads = Uploads(DEVICE, room=4096)
-    arrays = [
-        np.arange(5),
-        np.arange(6, dtype=np.int32).reshape(3, 2)[:, ::-1],
-        np.random.default_rng(0).standard_normal(5000),
-        np.zeros((0, 2), np.int64),
-        np.array([1, 0, 1], np.uint8),
-    ]
+def test_arrays_travel_together_behind_a_busy_stream() -> None:
+    """Pinned memory is not used again before the copy has read it."""
+    arrays = [np.arange(5), np.arange(6, dtype=np.int32).reshape(3, 2), np.zeros((0, 2)), np.array([1, 0], np.uint8)]
     for _ in range(3):
+        torch.cuda._sleep(LONG)
+        uploads = Uploads(DEVICE, room=4096)
         sent = [uploads.add(array) for array in arrays]
         uploads.send()
+        del uploads
+        for _ in range(8):
+            torch.empty(512, dtype=torch.int64, pin_memory=True).fill_(-1)
         for array, tensor in zip(arrays, sent, strict=True):
             assert tensor.is_cuda
-            assert tensor.is_contiguous()
             assert not tensor.numel() or tensor.data_ptr() % 256 == 0
             np.testing.assert_array_equal(tensor.cpu().numpy(), array, strict=True)
-    uploads.send()
+
+
+@pytest.mark.parametrize("lengths", [[1] * 3, [8192], [8150, *[1] * 10], [64, 500, 31, 2]])
+def test_the_tables_of_recurrent_layers_are_one_copy_each(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    def counted(host: torch.Tensor, to: torch.Tensor) -> None:
+        copies.append(host.nbytes)
+        upload(host, to)
+
+    from raycache.attention.recurrent_kernels import SHORT, KernelRecurrence  # Triton is there only with a GPU
+
+    rows = [Row(i, 0, bytes(4 * length), output_position=length - 1, write_state=i) for i, length in enumerate(lengths)]
+    ctx = ParallelContext(Split(), 0, DEVICE)
+    inputs = build_inputs(StepPlan(0, rows), {i: {} for i in range(len(rows))}, page_size=16, windows={}, ctx=ctx)
+    layout = StepLayout(inputs)
+    monkeypatch.setattr("raycache.parallel.uploads.upload", counted)
+    plan = KernelRecurrence(layout)
+    assert len(copies) == 1, copies
+    if max(lengths) > SHORT:
+        assert plan._delta is not None
+        assert len(copies) == 2, copies
