@@ -60,6 +60,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"heads": 40, "dim": 128, "has_norm": True},
     "gpt-oss": {"heads": 72, "dim": 64, "has_norm": False},
     "qwen3-next": {"heads": 18, "dim": 256, "turned": 64, "has_norm": True},
+    "partial": {"heads": 40, "dim": 128, "turned": 64, "has_norm": True, "is_interleaved": True},
     "deepseek-v3": {"heads": 128, "dim": 64, "has_norm": False, "is_interleaved": True},
     "odd": {"heads": 5, "dim": 80, "has_norm": True},
     "one": {"heads": 1, "dim": 16, "has_norm": False, "is_interleaved": True},
