@@ -71,11 +71,13 @@ class EngineHandle:
             if not self._connection.is_open:
                 await self._connect()
             received: list[Message] | RayCacheError = await self._connection.receive(timeout_s=_SILENT_S)
+        except TimeoutError as cause:
+            self._disconnect()
+            raise ActorLostError(f"{_ENGINE} was silent for {_SILENT_S:.0f} s") from cause
         except OSError as cause:
             self._disconnect()
             await self.ask("progress")  # says more, if the actor died
-            reason = str(cause) or f"nothing came for {_SILENT_S:.0f} s"
-            raise ActorLostError(f"the connection to {_ENGINE} broke, which Ray still reaches: {reason}") from cause
+            raise ActorLostError(f"the connection to {_ENGINE} broke, which Ray still reaches: {cause}") from cause
         except BaseException:
             self._disconnect()
             raise

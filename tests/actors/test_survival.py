@@ -65,10 +65,10 @@ def prompts(count: int, *, seed: int, shared: int = 40, length: int = 20) -> lis
     return [prefix + [draw.randrange(3, 260) for _ in range(length)] for _ in range(count)]
 
 
-def kill(name: str, number: int = 0) -> int:
-    """kill -9 of one of the processes below this one whose actor is called so; its id."""
+def kill(name: str, number: int = 0, *, how: int = signal.SIGKILL) -> int:
+    """Send a signal to one of the processes below this one whose actor is called so; returns its id."""
     found = [p for p in psutil.Process().children(recursive=True) if name in p.name() and p.status() != "zombie"]
-    os.kill(found[number].pid, signal.SIGKILL)
+    os.kill(found[number].pid, how)
     return found[number].pid
 
 
@@ -111,6 +111,25 @@ def test_streams_go_on_without_gap_or_repetition_when_the_engine_is_killed(clust
                 assert after.finish_reason == "length" and len(after.tokens) == 50
                 assert after.logprobs == pytest.approx(before.logprobs, abs=1e-3)
             await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 500))
+
+
+def test_a_stream_goes_on_when_the_engine_is_frozen(
+    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.handle._SILENT_S", 12.0)  # it is heard of every 5 s
+
+    async def run() -> None:
+        async with serving(model, page_size=_PAGE, num_pages=64) as service:
+            prompt, heard = prompts(1, seed=11)[0], Heard()
+            calm = await listen(service, prompt, 120, Heard(), temperature=0)
+            running = asyncio.create_task(listen(service, prompt, 120, heard, temperature=0))
+            await spoken([heard], at_least=20)
+            frozen = kill("EngineActor", how=signal.SIGSTOP)
+            await running
+            assert heard.tokens == calm.tokens
+            assert not psutil.pid_exists(frozen)
 
     asyncio.run(asyncio.wait_for(run(), 500))
 

@@ -119,9 +119,26 @@ def test_an_actor_whose_process_has_ended_says_why(monkeypatch: pytest.MonkeyPat
 
 def test_a_connection_that_breaks_alone_counts_as_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(actor: Actor, engine: EngineHandle) -> None:
-        monkeypatch.setattr(handle, "_SILENT_S", 0.2)
-        with pytest.raises(ActorLostError, match="which Ray still reaches: nothing came for 0 s"):
-            await engine.receive()
+        waiting = asyncio.create_task(engine.receive())
+        await asyncio.sleep(0.1)
+        assert engine._connection._writer is not None
+        engine._connection._writer.transport.abort()
+        with pytest.raises(ActorLostError, match="which Ray still reaches"):
+            await waiting
+        assert not engine._connection.is_open
+
+    run(case, monkeypatch)
+
+
+def test_a_silent_engine_is_lost_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(actor: Actor, engine: EngineHandle) -> None:
+        monkeypatch.setattr(handle, "_SILENT_S", 1.0)
+        waiting = asyncio.create_task(engine.receive())
+        while not engine._connection.is_open:
+            await asyncio.sleep(0.01)
+        actor.lost = ActorLostError("what a call says of a frozen actor, after another minute")
+        with pytest.raises(ActorLostError, match="was silent for 1 s"):
+            await waiting
         assert not engine._connection.is_open
 
     run(case, monkeypatch)
