@@ -34,6 +34,18 @@ Release = Callable[[Iterable[int], Event], None]
 CPU_TURNS = 8
 """Turns of a load on the CPU; with more, calls would cost as much as the copies."""
 
+SAVE_BUFFER_BYTES = 64 << 20
+LOAD_BUFFER_BYTES = 128 << 20
+"""CUDA: size of each of the two buffers for saves and for loads. A load's is copied in 2.4 ms. Within that time the
+thread that loads must get Python's lock and submit the next copies, or the link is idle."""
+
+SUMS_BYTES = 320 << 20
+"""CUDA: size of the partial checksums of a load, which are a 16th of its bytes; loads that need more are done in
+parts."""
+
+STAGING_BYTES = 2 * (SAVE_BUFFER_BYTES + LOAD_BUFFER_BYTES) + SUMS_BYTES
+"""CUDA: most memory of the device that a carrier takes if a unit fits a buffer."""
+
 
 class Carrier(Protocol):
     """Copies units of one rank; a save and a load may run concurrently, but not two saves or two loads."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycache.memory.carriers import Release, Spaces, Units
+from raycache.memory.carriers import LOAD_BUFFER_BYTES, SAVE_BUFFER_BYTES, SUMS_BYTES, Release, Spaces, Units
 from raycache.memory.host import HostSpace
 from raycache.memory.moves import Batch
 from raycache.memory.rows import ALIGN
@@ -31,14 +31,6 @@ from raycache.memory.staging import LoadStage, SaveStage, checksums_of
 from raycache.memory.streams import CopyEngine, Event, PinnedSlabs, cuda_major
 from raycache.parallel.sharding import even_range
 from raycache.parallel.uploads import upload
-
-SAVE_BUFFER_BYTES = 64 << 20
-LOAD_BUFFER_BYTES = 128 << 20
-"""Size of each of the two buffers of a lane. A load's is copied in 2.4 ms. Within that time the lane's thread must get
-Python's lock and submit the next copies, or the link is idle."""
-
-SUMS_BYTES = 320 << 20
-"""Size of the partial checksums of a load, which are a 16th of its bytes; loads that need more are done in parts."""
 
 TURN_BYTES = 768 << 10
 """Bytes of a unit per turn, enough for copies at full speed."""

@@ -25,6 +25,7 @@ from raycache.deployment.memory_plan import pages_that_fit
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.host.service import open_arena
 from raycache.layers.cp_split import CpSplit
+from raycache.memory.carriers import STAGING_BYTES
 from raycache.memory.component import STATE, Reuse
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
@@ -54,10 +55,6 @@ LEAST_PIECE = 8
 
 _STATE_CALLS = 4
 """Most calls of a recurrent layer: a convolution of queries, keys and values each, and a scan."""
-
-STAGING_BYTES = 512 << 20
-"""GPU memory reserved for page moves, besides that of four units: four buffers of 32 MiB (or of a unit, if larger) and
-up to 320 MiB of checksums."""
 
 
 def load(deployment: Deployment, member: Member) -> LoadedRank:
@@ -400,7 +397,7 @@ class LoadedRank:
         units, ctx = Counter[str](), self.member.ctx
         for part in self.deployment.components:
             units[part.space] += self.deployment.unit_bytes(part, ctx.split, ctx.coords)
-        return STAGING_BYTES + 4 * max(units.values())
+        return STAGING_BYTES + 4 * max(units.values())  # a buffer holds a unit, even if that is larger
 
 
 def _new_mover(member: Member, pool: DevicePool, path: Path) -> Mover:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from raycache.memory.carriers import LOAD_BUFFER_BYTES
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import CacheFormat, index_keys, kv
 from raycache.memory.moves import Moves, Unit
@@ -170,8 +171,6 @@ def test_pieces_that_are_not_aligned_to_16_bytes_come_back(shared_memory: Path, 
 @pytest.mark.parametrize("num_units", [1, 2, 16, 6000])
 def test_one_unit_and_thousands_come_back(shared_memory: Path, num_units: int) -> None:
     """Thousands fill the buffers between pool and host several times, the last time in part."""
-    from raycache.memory.cuda_carrier import LOAD_BUFFER_BYTES  # Triton is there only with a GPU
-
     components = [kv("kv", range(6), heads=4, dim=64, fmt=CacheFormat("bfloat16"))]
     ranks = Hosted(shared_memory / "arena", components, Split(), units={"full": num_units}, device="cuda")
     assert num_units < 6000 or ranks.layout.unit_bytes("full") * num_units > 2 * LOAD_BUFFER_BYTES
