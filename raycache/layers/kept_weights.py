@@ -147,6 +147,8 @@ def mx_obstacle(slices: Sequence[StoredSlice]) -> str:
             return f"no kernel for MXFP4 in blocks of {one.block[0]} x {one.block[1]}"
         if int(one.scales.view(torch.uint8).max()) > _LARGEST_EXPONENT:
             return "no kernel for MXFP4 with scales above 2"
+    if sum(one.shape[-2] for one in slices) % 2:
+        return "no kernel for MXFP4 with an odd number of output features"
     return _misfit(slices)
 
 

@@ -4,8 +4,9 @@
     down     multiplies, adds the bias and writes in the order of (token, choice) pairs
 
 Weights are converted exactly to bfloat16 in registers and multiplied with bfloat16 activations; they are the left
-factor, which Hopper's matrix units can read from registers. Each program finds its expert and rows on the device, so
-that steps can be captured in CUDA graphs.
+factor, which Hopper's matrix units can read from registers. A program multiplies as many output features of the first
+half, with a gate those of the gate, as of the second, since their codes share words. Each program finds its expert and
+rows on the device, so that steps can be captured in CUDA graphs.
 
 Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, N output features, of
 which a gated activation makes one of two, K input features in S spans of 128.
@@ -33,7 +34,7 @@ from raycache.parallel.devices import early
 
 @dataclass(frozen=True)
 class _Tile:
-    """Tile of a program: `rows` of one expert by `size` of the N output features.
+    """Tile of a program: `rows` of one expert by `size` of the N output features, as many of each half.
 
     Attributes:
         summands: programs that share the input features of a tile; their results are summed later.
@@ -50,21 +51,27 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of both products for up to `most` rows per expert on average."""
+    """Tiles of both products for up to `most` rows per expert on average; up to one, each row has a block."""
 
     most: float
     up: _Tile
     down: _Tile
 
+    @property
+    def mode(self) -> str:
+        """How rows are divided, see `rows_of`."""
+        return "rows" if self.most <= 1 else "blocks"
+
 
 _TILES: Sequence[_Tiles] = (
-    _Tiles(1, _Tile(8, 64, 4, 4), _Tile(8, 64, 4, 4, summands=2)),
-    _Tiles(12, _Tile(16, 64, 2, 4), _Tile(16, 64, 2, 4)),
+    _Tiles(1 / 8, _Tile(8, 32, 1, 4), _Tile(8, 32, 1, 4, summands=2)),
+    _Tiles(1, _Tile(8, 64, 2, 3), _Tile(8, 64, 2, 4, summands=2)),
+    _Tiles(12, _Tile(16, 64, 2, 3), _Tile(16, 128, 2, 3)),
     _Tiles(24, _Tile(32, 128, 4, 3), _Tile(32, 128, 4, 3)),
     _Tiles(200, _Tile(64, 128, 4, 3, max_registers=168), _Tile(64, 128, 4, 3, max_registers=168)),
-    _Tiles(math.inf, _Tile(128, 128, 8, 3), _Tile(128, 128, 8, 3, max_registers=128)),
+    _Tiles(math.inf, _Tile(128, 128, 4, 3), _Tile(128, 128, 4, 3)),
 )
-"""Fastest on an H200 (docs/adr/0016). With the first ones each row has a block of its own."""
+"""Fastest on an H200 (docs/adr/0016)."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +103,9 @@ class _Kind:
     device: torch.device
 
     @property
-    def num_matrices(self) -> int:
-        """Two with a gate."""
-        return 2 if self.recipe is not None and self.recipe.is_gated else 1
+    def is_gated(self) -> bool:
+        """Whether the activation takes the first half as gate of the second."""
+        return self.recipe is not None and self.recipe.is_gated
 
     def tile(self, tiles: _Tiles) -> _Tile:
         """The tile of this product."""
@@ -113,18 +120,18 @@ class _Kind:
         """Arguments that are compiled into the kernel."""
         limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
         return {
-            "N": self.size // self.num_matrices,
+            "HALF": self.size // 2,
             "K": self.num_inputs,
             "SPANS": self.num_spans,
             "OFFSET": self.offset,
-            "MATRICES": self.num_matrices,
             "SUMMANDS": tile.summands,
             "BM": tile.rows,
-            "BN": tile.size // self.num_matrices,
+            "BN": tile.size // 2,
             "MODE": mode,
             "EXPERTS": triton.next_power_of_2(self.num_experts),
             "CHOSEN": self.num_chosen,
             "KIND": "none" if self.recipe is None else self.recipe.kind,
+            "IS_GATED": self.is_gated,
             "IS_INPUT": self.is_input,
             "HAS_BIAS": self.has_bias,
             "num_warps": tile.num_warps,
@@ -149,7 +156,7 @@ def mx_product(
 
     Args:
         x: tokens [T, K] with `is_input`, else sorted rows [P, K], bfloat16.
-        codes: [E, S, N, 32] int16, see `MxMatrices.pack`.
+        codes: [E, S, N, 32] int16, see `MxMatrices.pack`; N is even.
         scales: [E, S, N] int32, see `MxMatrices.pack_scales`.
         offset: position of the first input feature in the first span.
         bias: [E, N] contiguous, or None.
@@ -174,12 +181,10 @@ def mx_product(
         device=x.device,
     )
     _compile(kind)
-    tiles = next(tiles for tiles in _TILES if len(routes.order) <= tiles.most * num_experts)
-    tile, mode, blocks = kind.tile(tiles), "pairs", len(routes.order)
-    if routes.is_sorted:
-        mode = "rows"
-        if tiles is not _TILES[0]:
-            mode, blocks = "blocks", num_blocks(len(routes.order), num_experts, tile.rows)
+    tiles = _tiles_of(len(routes.order), num_experts)
+    tile, mode, blocks = kind.tile(tiles), tiles.mode if routes.is_sorted else "pairs", len(routes.order)
+    if mode == "blocks":
+        blocks = num_blocks(len(routes.order), num_experts, tile.rows)
     out = torch.empty(_shape(kind, tile, len(routes.order)), dtype=_dtype(tile), device=x.device)
     tensors = x, codes, scales, x if bias is None else bias, routes.order, routes.ends, routes.experts, out
     grid = triton.cdiv(size, tile.size), blocks, tile.summands
@@ -187,9 +192,13 @@ def mx_product(
     return out
 
 
+def _tiles_of(num_rows: int, num_experts: int) -> _Tiles:
+    return next(tiles for tiles in _TILES if num_rows <= tiles.most * num_experts)
+
+
 def _shape(kind: _Kind, tile: _Tile, num_rows: int) -> tuple[int, ...]:
     """Of what `mx_product` returns."""
-    size = kind.size // kind.num_matrices
+    size = kind.size // 2 if kind.is_gated else kind.size
     return (num_rows, size) if tile.summands == 1 else (num_rows, tile.summands, size)
 
 
@@ -203,52 +212,61 @@ def _compile(kind: _Kind) -> None:
     x, codes, scales, pair, index = map(
         triton.MockTensor, (torch.bfloat16, torch.int16, torch.int32, torch.int64, torch.int32)
     )
-    modes = [("pairs", _TILES[0]), ("rows", _TILES[0]), *(("blocks", tiles) for tiles in _TILES[1:])]
-    for mode, tiles in modes:
+    of_token = _tiles_of(kind.num_chosen, kind.num_experts)
+    for mode, tiles in (("pairs", of_token), *((tiles.mode, tiles) for tiles in _TILES)):
         tile = kind.tile(tiles)
         own = (pair, pair) if mode == "pairs" else (index, index)
         tensors = x, codes, scales, x, pair, *own, triton.MockTensor(_dtype(tile))
         _product.warmup(*tensors, *kind.numbers(), grid=(1,), **kind.sizes(tile, mode))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(words: tl.tensor, exponents: tl.tensor) -> Any:
-    """The four numbers of each word times their scales, in bfloat16.
+def _codes_times_scales(plane: int, codes: str, *, scales: str, out: str) -> str:
+    """PTX that writes two numbers of a plane in bfloat16.
 
     Masked, a code is its number times 2^-126; a scale's byte, moved by 7, is 2^126 times the scale.
+
+    Args:
+        codes: instruction that writes to `a` the word, rotated for the plane.
+        scales: operand with the scales of four planes.
     """
+    return f"""
+        prmt.b32 f, {scales}, 0, 0x{plane}4{plane}4;
+        shr.b32 f, f, 1;
+        {codes}
+        and.b32 a, a, 0x81c081c0;
+        mul.rn.bf16x2 {out}, a, f;"""
+
+
+def _block(*instructions: str) -> tl.constexpr:
+    return tl.constexpr("\n".join(("{", ".reg .b32 a, d, f;", *instructions, "}")))
+
+
+_PLANE_0 = _block(_codes_times_scales(0, "mov.b32 a, $1;", scales="$2", out="$0"))
+_PLANE_1 = _block(_codes_times_scales(1, "shl.b32 a, $1, 4;", scales="$2", out="$0"))
+_PLANE_2 = _block(_codes_times_scales(2, "shf.l.wrap.b32 a, $1, $1, 10;", scales="$2", out="$0"))
+_LAST_PLANES = _block(
+    "shl.b32 d, $2, 2;",
+    "lop3.b32 d, $3, d, 0x06030603, 0xe4;",
+    _codes_times_scales(3, "shl.b32 a, d, 6;", scales="$4", out="$0"),
+    _codes_times_scales(3, "shf.l.wrap.b32 a, d, d, 12;", scales="$6", out="$1"),
+)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(words: tl.tensor, exponents: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Numbers of plane P of `MxMatrices.pack`, but the last, times their scales."""
+    CODE: tl.constexpr = _PLANE_0 if P == 0 else _PLANE_1 if P == 1 else _PLANE_2
+    return tl.inline_asm_elementwise(CODE, "=r,r,r,r", [words, exponents], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _last_numbers(words: tl.tensor, others: tl.tensor, exponents: tl.tensor, other_exponents: tl.tensor) -> Any:
+    """Numbers of the last plane of both halves times their scales."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, f;
-        prmt.b32 f, $5, 0, 0x0404;
-        shr.b32 f, f, 1;
-        and.b32 a, $4, 0x81c081c0;
-        mul.rn.bf16x2 $0, a, f;
-        prmt.b32 f, $5, 0, 0x1414;
-        shr.b32 f, f, 1;
-        shl.b32 a, $4, 3;
-        and.b32 a, a, 0x81c081c0;
-        mul.rn.bf16x2 $1, a, f;
-        prmt.b32 f, $5, 0, 0x2424;
-        shr.b32 f, f, 1;
-        shl.b32 a, $4, 6;
-        and.b32 a, a, 0x81c081c0;
-        mul.rn.bf16x2 $2, a, f;
-        prmt.b32 f, $5, 0, 0x3434;
-        shr.b32 f, f, 1;
-        shl.b32 a, $4, 1;
-        shr.b32 b, $4, 3;
-        lop3.b32 a, a, b, 0x80008000, 0xe4;
-        shr.b32 b, $4, 7;
-        lop3.b32 a, a, b, 0xffbfffbf, 0xe4;
-        and.b32 a, a, 0x81c081c0;
-        mul.rn.bf16x2 $3, a, f;
-        }
-        """,
-        "=r,=r,=r,=r,r,r,r",
-        [words, exponents],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        _LAST_PLANES,
+        "=r,=r,r,r,r,r,r,r",
+        [words, others, exponents, other_exponents],
+        dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=2,
     )
@@ -263,45 +281,37 @@ def _accumulate(
     K: tl.constexpr,
     SPANS: tl.constexpr,
     OFFSET: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
     SUMMANDS: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
-) -> tl.tensor:
-    """Product over the spans of a program, [BN, BM]; the pointers are of the first span, WIDTH features apart."""
-    total = tl.zeros((BN, BM), tl.float32)
+) -> tuple[tl.tensor, tl.tensor]:
+    """Products of both halves over the spans of a program, [BN, BM] each; the pointers are of the first span."""
+    total, other_total = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
     start, stop = 0, SPANS
     if SUMMANDS > 1:
         start = tl.program_id(2) * SPANS // SUMMANDS
         stop = (tl.program_id(2) + 1) * SPANS // SUMMANDS
     for span in range(start, stop):
-        exponents = tl.load(scale_at + span * WIDTH)
-        weights = _weights(tl.load(code_at + span * (WIDTH * 32)), exponents[:, None])
+        exponents = tl.load(scale_at + span * (2 * HALF))[:, None]
+        other_exponents = tl.load(scale_at + (span * 2 + 1) * HALF)[:, None]
+        words = tl.load(code_at + span * (64 * HALF))
+        others = tl.load(code_at + (span * 2 + 1) * (32 * HALF))
         for p in tl.static_range(4):
-            k = 128 * span + 32 * p + tl.arange(0, 32) - OFFSET
-            is_in = ((k >= 0) & (k < K))[:, None] & is_row[None, :]
-            right = tl.load(x_at + (128 * span + 32 * p), mask=is_in, other=0.0)
-            total = tl.dot(weights[p], right, total)
-    return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _activated(
-    product: tl.tensor,
-    alpha: tl.tensor,
-    limit: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    MATRICES: tl.constexpr,
-    KIND: tl.constexpr,
-) -> tl.tensor:
-    """[BM, MATRICES * BN], gate first -> [BM, BN]."""
-    if MATRICES == 2:
-        gate, up = tl.split(tl.permute(tl.reshape(product, (BM, 2, BN)), (0, 2, 1)))
-        product = active(gate, up, alpha, limit, KIND)
-    elif KIND != "none":
-        product = active(product, product, alpha, limit, KIND)
-    return product
+            if OFFSET == 0 and K % 32 == 0:  # a plane is read as a whole; behind K its numbers are zeros
+                right = tl.load(x_at + tl.minimum(128 * span + 32 * p, K - 32), mask=is_row[None, :], other=0.0)
+            else:
+                k = 128 * span + 32 * p + tl.arange(0, 32) - OFFSET
+                is_in = ((k >= 0) & (k < K))[:, None] & is_row[None, :]
+                right = tl.load(x_at + (128 * span + 32 * p), mask=is_in, other=0.0)
+            if p < 3:
+                total = tl.dot(_numbers(words, exponents, p), right, total)
+                other_total = tl.dot(_numbers(others, other_exponents, p), right, other_total)
+            else:
+                last, other_last = _last_numbers(words, others, exponents, other_exponents)
+                total = tl.dot(last, right, total)
+                other_total = tl.dot(other_last, right, other_total)
+    return total, other_total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -318,11 +328,10 @@ def _product(
     alpha: tl.tensor,
     limit: tl.tensor,
     x_stride: tl.tensor,
-    N: tl.constexpr,
+    HALF: tl.constexpr,
     K: tl.constexpr,
     SPANS: tl.constexpr,
     OFFSET: tl.constexpr,
-    MATRICES: tl.constexpr,
     SUMMANDS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -330,11 +339,12 @@ def _product(
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_INPUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """One program per BN features that are written, of both matrices with a gate, and BM rows of an expert."""
+    """One program per BN features of each half and BM rows of an expert."""
     if IS_EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -342,26 +352,37 @@ def _product(
     if first >= last:
         return
     expert = expert.to(tl.int64)
-    WIDTH: tl.constexpr = MATRICES * N
-    i, n = tl.arange(0, MATRICES * BN), tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = (tl.program_id(0) * BN + i % BN) % N + (i // BN) * N
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n % HALF
     row = first + tl.arange(0, BM)
     is_row = row < last
     pair = row if MODE == "pairs" else tl.load(order + row, mask=is_row, other=0)
     source = tl.where(is_row, pair // CHOSEN if IS_INPUT else row, 0).to(tl.int64)
     j = tl.arange(0, 32)
-    code_at = codes + expert * (SPANS * WIDTH * 32) + inside[:, None] * 32 + j[None, :]
-    scale_at = scales + expert * (SPANS * WIDTH) + inside
+    code_at = codes + expert * (SPANS * HALF * 64) + inside[:, None] * 32 + j[None, :]
+    scale_at = scales + expert * (SPANS * HALF * 2) + inside
     x_at = x + source[None, :] * x_stride + (j - OFFSET)[:, None]
-    total = _accumulate(x_at, code_at, scale_at, is_row, K, SPANS, OFFSET, WIDTH, SUMMANDS, MATRICES * BN, BM)
+    total, other = _accumulate(x_at, code_at, scale_at, is_row, K, SPANS, OFFSET, HALF, SUMMANDS, BN, BM)
     if HAS_BIAS:
-        own = tl.load(bias + expert * WIDTH + inside).to(tl.float32)
+        own = tl.load(bias + expert * (2 * HALF) + inside).to(tl.float32)
+        other_own = tl.load(bias + expert * (2 * HALF) + HALF + inside).to(tl.float32)
         if SUMMANDS > 1:
             own = tl.where(tl.program_id(2) == 0, own, 0.0)
+            other_own = tl.where(tl.program_id(2) == 0, other_own, 0.0)
         total += own[:, None]
-    result = _activated(tl.trans(total), alpha, limit, BM, BN, MATRICES, KIND)
+        other += other_own[:, None]
+    WIDTH: tl.constexpr = HALF if IS_GATED else 2 * HALF
     target = (row if IS_INPUT else pair).to(tl.int64) * SUMMANDS
     if SUMMANDS > 1:
         target += tl.program_id(2)
-    kept = is_row[:, None] & (n < N)[None, :]
-    tl.store(out + target[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=kept)
+    out_at = out + target[:, None] * WIDTH + n[None, :]
+    kept = is_row[:, None] & (n < HALF)[None, :]
+    total, other = tl.trans(total), tl.trans(other)
+    if IS_GATED:
+        result = active(total, other, alpha, limit, KIND)
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
+    else:
+        if KIND != "none":
+            total, other = active(total, total, alpha, limit, KIND), active(other, other, alpha, limit, KIND)
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=kept)
+        tl.store(out_at + HALF, other.to(out.dtype.element_ty), mask=kept)

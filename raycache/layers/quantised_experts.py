@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 # features, K = I padded with zeros on both sides, G = K / 128 groups of FP8, S = K / 128 spans of MXFP4.
 
 
+_ROTATIONS = (0, 4, 10)
+"""Of a word, for each of its planes."""
+_SHARED = (6, 12)
+"""Rotations of what two words share, for the last plane of each."""
+_ROOM = 0x06030603
+"""Bits that no plane of a word takes; a word of the first half has there what is shared, moved to the right by 2."""
+
+
 class ExpertMatrices(Protocol):
     """One matrix [O, I] per expert."""
 
@@ -98,18 +106,22 @@ class MxMatrices:
 
     @staticmethod
     def pack(codes: Tensor) -> Tensor:
-        """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16.
+        """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16; O is even.
 
-        Word j of a span of 128 has its codes 32 p + j, so that 32 consecutive words yield 32 consecutive codes, which
-        share a scale. Moved to the left by 3 p bits, the first three codes have their sign in bit 15, and the rest in
-        bits 8 to 6, where those of a bfloat16 are; the last code is in the bits left.
+        Words 2 j and 2 j + 1 of a span of 128 are one number of 32 bits, for the codes of features 32 p + 2 j and
+        32 p + 2 j + 1 in planes p. Rotated to the left by `_ROTATIONS[p]`, it has both codes of a plane where bfloat16
+        has sign, low exponent and first fraction bit; that leaves room for three planes. The last planes of output
+        features o and o + O / 2 share a third number, whose bits both words hold where they have room.
         """
-        planes = codes.unflatten(-1, (-1, 4, 32)).to(torch.int32).unbind(-2)
-        signs, numbers = [plane >> 3 for plane in planes], [plane & 7 for plane in planes]
-        words: Tensor = signs[3] << 14 | numbers[3] >> 1 << 10 | (numbers[3] & 1) << 13
-        for p in range(3):
-            words |= (signs[p] << 15 | numbers[p] << 6) >> 3 * p
-        return words.to(torch.int16).transpose(-3, -2).contiguous()
+        places = codes.unflatten(-1, (-1, 4, 16, 2)).to(torch.int64)
+        lanes = (places >> 3 << 15 | (places & 7) << 6).movedim(-3, 0)
+        planes = (lanes[..., 0] | lanes[..., 1] << 16).unflatten(-3, (2, -1))  # [4, ..., 2, O / 2, S, 16]
+        words = sum(_rotated_right(plane, by) for plane, by in zip(planes[:3], _ROTATIONS, strict=True))
+        last, other = planes[3].unbind(-4)
+        rest = _rotated_right(last, _SHARED[0]) | _rotated_right(other, _SHARED[1])
+        words += torch.stack(((rest & ~_ROOM) >> 2, rest & _ROOM), -4)
+        halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)
+        return halves.flatten(-4, -3).to(torch.int16).transpose(-3, -2).contiguous()
 
     @staticmethod
     def pack_scales(exponents: Tensor) -> Tensor:
@@ -186,3 +198,8 @@ def _routing() -> Any:
     from raycache.layers import routing_kernels
 
     return routing_kernels
+
+
+def _rotated_right(words: Tensor, by: int) -> Tensor:
+    """Of 32 bits, in int64."""
+    return (words >> by | words << 32 - by) & 0xFFFFFFFF

@@ -18,16 +18,35 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 
-_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
-"""Of the bits of each code in a word, from the sign on."""
+_PLACES = (15, 8, 7, 6)
+"""Of the bits of a code in half a number of 32 bits, from the sign on, once that is rotated for its plane."""
+_ROOM = [bit for bit in range(32) if bit % 16 in (0, 1, 9, 10)]
+"""Bits of the second half's words in what two words share."""
 
 
 def open_weights(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> CheckpointWeights:
     return CheckpointWeights(Checkpoint(model_dir), read_quantisation(model_dir), dtype=dtype, device=device)
 
 
-def _code(bits: list[Tensor], places: tuple[int, ...]) -> Tensor:
-    return sum((bits[place] << 3 - i for i, place in enumerate(places)), torch.zeros_like(bits[0]))
+def _codes(bits: list[Tensor], rotation: int) -> Tensor:
+    """Two codes of 4 bits, given 32 bits: [...] each -> [..., 2]."""
+    found = []
+    for half in range(2):
+        places = [(16 * half + place - rotation) % 32 for place in _PLACES]
+        found.append(sum((bits[place] << 3 - i for i, place in enumerate(places)), torch.zeros_like(bits[0])))
+    return torch.stack(found, dim=-1)
+
+
+def _mx_codes(words: Tensor) -> Tensor:
+    """[E, S, O, 32] -> [E, S, O, 4, 32], as `MxMatrices.pack` says."""
+    low, high = (words.long() & 0xFFFF).unflatten(-1, (16, 2)).unbind(-1)
+    halves = [[(half >> bit) & 1 for bit in range(32)] for half in (low | high << 16).chunk(2, dim=2)]
+    shared = [halves[1][bit] if bit in _ROOM else halves[0][bit - 2] for bit in range(32)]
+    found = []
+    for half, rotation in zip(halves, (6, 12), strict=True):
+        planes = [*(_codes(half, by) for by in (0, 4, 10)), _codes(shared, rotation)]
+        found.append(torch.stack(planes, dim=3).flatten(4))
+    return torch.cat(found, dim=2)
 
 
 def dequantised(matrix: Matrix | ExpertMatrices, *, num_inputs: int = 0) -> Tensor:
@@ -41,8 +60,7 @@ def dequantised(matrix: Matrix | ExpertMatrices, *, num_inputs: int = 0) -> Tens
     else:
         assert isinstance(matrix, MxMatrices)
         table = torch.tensor(E2M1, device=matrix._codes.device)
-        bits = [(matrix._codes.int() >> bit) & 1 for bit in range(16)]
-        planes = torch.stack([table[_code(bits, places)] for places in _PLACES], dim=3)
+        planes = table[_mx_codes(matrix._codes)]
         exponents = torch.stack([(matrix._scales >> 8 * group) & 255 for group in range(4)], dim=3).float() - 253
         numbers = (planes * exponents.exp2()[..., None]).flatten(3)  # [E, S, O, 128]
         numbers = numbers.transpose(1, 2).flatten(2)

@@ -192,6 +192,13 @@ def test_plain_weights_need_no_kernels(tmp_path: Path, caplog: pytest.LogCapture
     assert not caplog.records
 
 
+def test_an_odd_number_of_output_features_has_no_mxfp4_kernel() -> None:
+    (odd,), (even,) = (next(each_expert([draw_mxfp4(1, size, 64, seed=1)[0]])) for size in (3, 4))
+    assert "odd number of output features" in mx_obstacle([odd])
+    assert "odd number of output features" in mx_obstacle([odd, even])
+    assert not mx_obstacle([odd, odd])
+
+
 def test_experts_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredSlice, "to", lambda one, device: one)
     ((one,),) = each_expert([draw_mxfp4(1, 4, 64, seed=1)[0]])
