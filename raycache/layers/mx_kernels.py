@@ -64,7 +64,7 @@ class _Tiles:
 
 
 _TILES: Sequence[_Tiles] = (
-    _Tiles(1 / 8, _Tile(8, 32, 1, 4), _Tile(8, 32, 1, 4, summands=2)),
+    _Tiles(1 / 8, _Tile(8, 32, 1, 4), _Tile(8, 32, 1, 3, summands=4)),
     _Tiles(1, _Tile(8, 64, 2, 3), _Tile(8, 64, 2, 4, summands=2)),
     _Tiles(12, _Tile(16, 64, 2, 3), _Tile(16, 128, 2, 3)),
     _Tiles(24, _Tile(32, 128, 4, 3), _Tile(32, 128, 4, 3)),
@@ -315,6 +315,15 @@ def _accumulate(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _biased(total: tl.tensor, bias_at: tl.tensor, SUMMANDS: tl.constexpr) -> tl.tensor:
+    """A product [BN, BM] with the bias of its features, which the first summand has."""
+    bias = tl.load(bias_at).to(tl.float32)
+    if SUMMANDS > 1:
+        bias = tl.where(tl.program_id(2) == 0, bias, 0.0)
+    return total + bias[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _product(
     x: tl.tensor,
     codes: tl.tensor,
@@ -364,25 +373,32 @@ def _product(
     x_at = x + source[None, :] * x_stride + (j - OFFSET)[:, None]
     total, other = _accumulate(x_at, code_at, scale_at, is_row, K, SPANS, OFFSET, HALF, SUMMANDS, BN, BM)
     if HAS_BIAS:
-        own = tl.load(bias + expert * (2 * HALF) + inside).to(tl.float32)
-        other_own = tl.load(bias + expert * (2 * HALF) + HALF + inside).to(tl.float32)
-        if SUMMANDS > 1:
-            own = tl.where(tl.program_id(2) == 0, own, 0.0)
-            other_own = tl.where(tl.program_id(2) == 0, other_own, 0.0)
-        total += own[:, None]
-        other += other_own[:, None]
+        bias_at = bias + expert * (2 * HALF) + inside
+        total, other = _biased(total, bias_at, SUMMANDS), _biased(other, bias_at + HALF, SUMMANDS)
     WIDTH: tl.constexpr = HALF if IS_GATED else 2 * HALF
-    target = (row if IS_INPUT else pair).to(tl.int64) * SUMMANDS
-    if SUMMANDS > 1:
-        target += tl.program_id(2)
+    target = (row if IS_INPUT else pair).to(tl.int64) * SUMMANDS + (tl.program_id(2) if SUMMANDS > 1 else 0)
     out_at = out + target[:, None] * WIDTH + n[None, :]
     kept = is_row[:, None] & (n < HALF)[None, :]
-    total, other = tl.trans(total), tl.trans(other)
+    _write(out_at, tl.trans(total), tl.trans(other), alpha, limit, kept, HALF, KIND, IS_GATED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(
+    out_at: tl.tensor,
+    total: tl.tensor,
+    other: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    kept: tl.tensor,
+    HALF: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> None:
+    """Activate and write products [BM, BN] of both halves."""
     if IS_GATED:
-        result = active(total, other, alpha, limit, KIND)
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
+        tl.store(out_at, active(total, other, alpha, limit, KIND), mask=kept)
     else:
         if KIND != "none":
             total, other = active(total, total, alpha, limit, KIND), active(other, other, alpha, limit, KIND)
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=kept)
-        tl.store(out_at + HALF, other.to(out.dtype.element_ty), mask=kept)
+        tl.store(out_at, total, mask=kept)
+        tl.store(out_at + HALF, other, mask=kept)

@@ -149,18 +149,19 @@ def test_other_activations_of_mxfp4_experts(activation: Activation) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 7, 64, 300, 1500])
 @pytest.mark.parametrize(
-    ("kind", "sizes", "bound"),
+    ("kind", "count", "sizes", "bound"),
     [
-        ("fp8", (512, 256, 0), FORMAT),
-        ("fp8", (384, 192, 64), FORMAT),
-        ("mxfp4", (576, 480, 0), EXACT),
-        ("mxfp4", (320, 216, 72), EXACT),
-        ("mxfp4", (320, 211, 13), EXACT),
+        ("fp8", 16, (512, 256, 0), FORMAT),
+        ("fp8", 16, (384, 192, 64), FORMAT),
+        ("mxfp4", 16, (576, 480, 0), EXACT),
+        ("mxfp4", 16, (320, 216, 72), EXACT),
+        ("mxfp4", 16, (320, 211, 13), EXACT),
+        ("mxfp4", 40, (320, 216, 40), EXACT),
     ],
 )
 @torch.inference_mode()
-def test_experts(kind: str, sizes: tuple[int, int, int], bound: float, num_tokens: int) -> None:
-    count, chosen = 16, 4
+def test_experts(kind: str, count: int, sizes: tuple[int, int, int], bound: float, num_tokens: int) -> None:
+    chosen = 4
     fast, slow = (fp8_experts if kind == "fp8" else mx_experts)(count, *sizes)
     x = draw(num_tokens, sizes[0], seed=5)
     weights, ids = choose(num_tokens, count, chosen)
