@@ -41,6 +41,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import tests.oracle.plain_torch  # noqa: F401  # before models are imported
 from tests.oracle.kimi_k3 import make_kimi_k3
 from tests.oracle.quantised import PLAIN, Form, fp8_blocks, mxfp4_experts, write_quantised
 from tests.oracle.tiny import SIZES

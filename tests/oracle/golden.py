@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+import tests.oracle.plain_torch  # noqa: F401  # before models are imported
 from tests.oracle.kimi_k3 import KimiK3Twin, is_kimi_k3
 from tests.oracle.quantised import PLAIN
 from tests.oracle.ring_2_5 import Ring25, is_ring
