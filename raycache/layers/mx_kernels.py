@@ -4,9 +4,9 @@
     down     multiplies, adds the bias and writes in the order of (token, choice) pairs
 
 Weights are converted exactly to bfloat16 in registers and multiplied with bfloat16 activations; they are the left
-factor, which Hopper's matrix units can read from registers. A program multiplies as many output features of the first
-half, with a gate those of the gate, as of the second, since their codes share words. Each program finds its expert and
-rows on the device, so that steps can be captured in CUDA graphs.
+factor, which Hopper's matrix units can read from registers. Output features n and n + N / 2 share words, so a program
+computes a tile of both halves; before a gated activation these are gate and up. Each program finds its expert and rows
+on the device, so that steps can be captured in CUDA graphs.
 
 Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, N output features, of
 which a gated activation makes one of two, K input features in S spans of 128.
@@ -34,7 +34,7 @@ from raycache.parallel.devices import early
 
 @dataclass(frozen=True)
 class _Tile:
-    """Tile of a program: `rows` of one expert by `size` of the N output features, as many of each half.
+    """Tile of a program: `rows` of one expert by `size` output features, half of them from each half of N.
 
     Attributes:
         summands: programs that share the input features of a tile; their results are summed later.
@@ -51,7 +51,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of both products for up to `most` rows per expert on average; up to one, each row has a block."""
+    """Tiles of both products for up to `most` rows per expert on average; with at most one, each row starts a block."""
 
     most: float
     up: _Tile
@@ -104,7 +104,7 @@ class _Kind:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the activation takes the first half as gate of the second."""
+        """Whether the first half is the gate of the second."""
         return self.recipe is not None and self.recipe.is_gated
 
     def tile(self, tiles: _Tiles) -> _Tile:
@@ -182,9 +182,9 @@ def mx_product(
     )
     _compile(kind)
     tiles = _tiles_of(len(routes.order), num_experts)
-    tile, mode, blocks = kind.tile(tiles), tiles.mode if routes.is_sorted else "pairs", len(routes.order)
-    if mode == "blocks":
-        blocks = num_blocks(len(routes.order), num_experts, tile.rows)
+    tile = kind.tile(tiles)
+    mode = tiles.mode if routes.is_sorted else "pairs"
+    blocks = num_blocks(len(routes.order), num_experts, tile.rows) if mode == "blocks" else len(routes.order)
     out = torch.empty(_shape(kind, tile, len(routes.order)), dtype=_dtype(tile), device=x.device)
     tensors = x, codes, scales, x if bias is None else bias, routes.order, routes.ends, routes.experts, out
     grid = triton.cdiv(size, tile.size), blocks, tile.summands
@@ -220,48 +220,50 @@ def _compile(kind: _Kind) -> None:
         _product.warmup(*tensors, *kind.numbers(), grid=(1,), **kind.sizes(tile, mode))
 
 
-def _codes_times_scales(plane: int, codes: str, *, scales: str, out: str) -> str:
-    """PTX that writes two numbers of a plane in bfloat16.
+def _convert(plane: int, rotate: str, *, scales: str = "$2", out: str = "$0") -> str:
+    """PTX that writes two numbers of a plane of `MxMatrices.pack` in bfloat16.
 
     Masked, a code is its number times 2^-126; a scale's byte, moved by 7, is 2^126 times the scale.
 
     Args:
-        codes: instruction that writes to `a` the word, rotated for the plane.
+        rotate: instruction that writes to `a` the word, rotated to the left for the plane. A shift does where the bits
+            that it loses are masked anyway.
         scales: operand with the scales of four planes.
     """
     return f"""
         prmt.b32 f, {scales}, 0, 0x{plane}4{plane}4;
         shr.b32 f, f, 1;
-        {codes}
+        {rotate}
         and.b32 a, a, 0x81c081c0;
         mul.rn.bf16x2 {out}, a, f;"""
 
 
-def _block(*instructions: str) -> tl.constexpr:
+def _asm(*instructions: str) -> tl.constexpr:
     return tl.constexpr("\n".join(("{", ".reg .b32 a, d, f;", *instructions, "}")))
 
 
-_PLANE_0 = _block(_codes_times_scales(0, "mov.b32 a, $1;", scales="$2", out="$0"))
-_PLANE_1 = _block(_codes_times_scales(1, "shl.b32 a, $1, 4;", scales="$2", out="$0"))
-_PLANE_2 = _block(_codes_times_scales(2, "shf.l.wrap.b32 a, $1, $1, 10;", scales="$2", out="$0"))
-_LAST_PLANES = _block(
+# The numbers here are `_ROTATIONS`, `_LAST_ROTATIONS` and `_FREE_BITS` of quantised_experts.py.
+_PLANE_0 = _asm(_convert(0, "mov.b32 a, $1;"))
+_PLANE_1 = _asm(_convert(1, "shl.b32 a, $1, 4;"))
+_PLANE_2 = _asm(_convert(2, "shf.l.wrap.b32 a, $1, $1, 10;"))
+_LAST_PLANES = _asm(
     "shl.b32 d, $2, 2;",
     "lop3.b32 d, $3, d, 0x06030603, 0xe4;",
-    _codes_times_scales(3, "shl.b32 a, d, 6;", scales="$4", out="$0"),
-    _codes_times_scales(3, "shf.l.wrap.b32 a, d, d, 12;", scales="$6", out="$1"),
+    _convert(3, "shl.b32 a, d, 6;", scales="$4", out="$0"),
+    _convert(3, "shf.l.wrap.b32 a, d, d, 12;", scales="$6", out="$1"),
 )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _numbers(words: tl.tensor, exponents: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """Numbers of plane P of `MxMatrices.pack`, but the last, times their scales."""
-    CODE: tl.constexpr = _PLANE_0 if P == 0 else _PLANE_1 if P == 1 else _PLANE_2
+def _numbers(words: tl.tensor, exponents: tl.tensor, PLANE: tl.constexpr) -> tl.tensor:
+    """Scaled numbers of one of the first three planes."""
+    CODE: tl.constexpr = _PLANE_0 if PLANE == 0 else _PLANE_1 if PLANE == 1 else _PLANE_2
     return tl.inline_asm_elementwise(CODE, "=r,r,r,r", [words, exponents], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _last_numbers(words: tl.tensor, others: tl.tensor, exponents: tl.tensor, other_exponents: tl.tensor) -> Any:
-    """Numbers of the last plane of both halves times their scales."""
+    """Scaled numbers of the last plane of both halves."""
     return tl.inline_asm_elementwise(
         _LAST_PLANES,
         "=r,=r,r,r,r,r,r,r",
@@ -298,7 +300,7 @@ def _accumulate(
         words = tl.load(code_at + span * (64 * HALF))
         others = tl.load(code_at + (span * 2 + 1) * (32 * HALF))
         for p in tl.static_range(4):
-            if OFFSET == 0 and K % 32 == 0:  # a plane is read as a whole; behind K its numbers are zeros
+            if OFFSET == 0 and K % 32 == 0:  # whole planes need no mask: weights past K are zero
                 right = tl.load(x_at + tl.minimum(128 * span + 32 * p, K - 32), mask=is_row[None, :], other=0.0)
             else:
                 k = 128 * span + 32 * p + tl.arange(0, 32) - OFFSET
@@ -316,11 +318,33 @@ def _accumulate(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _biased(total: tl.tensor, bias_at: tl.tensor, SUMMANDS: tl.constexpr) -> tl.tensor:
-    """A product [BN, BM] with the bias of its features, which the first summand has."""
+    """Add the bias [BN] of a product [BN, BM], in the first summand only."""
     bias = tl.load(bias_at).to(tl.float32)
     if SUMMANDS > 1:
         bias = tl.where(tl.program_id(2) == 0, bias, 0.0)
     return total + bias[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(
+    out_at: tl.tensor,
+    total: tl.tensor,
+    other: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    kept: tl.tensor,
+    HALF: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> None:
+    """Activate and write products [BM, BN] of both halves."""
+    if IS_GATED:
+        tl.store(out_at, active(total, other, alpha, limit, KIND), mask=kept)
+    else:
+        if KIND != "none":
+            total, other = active(total, total, alpha, limit, KIND), active(other, other, alpha, limit, KIND)
+        tl.store(out_at, total, mask=kept)
+        tl.store(out_at + HALF, other, mask=kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -380,25 +404,3 @@ def _product(
     out_at = out + target[:, None] * WIDTH + n[None, :]
     kept = is_row[:, None] & (n < HALF)[None, :]
     _write(out_at, tl.trans(total), tl.trans(other), alpha, limit, kept, HALF, KIND, IS_GATED)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(
-    out_at: tl.tensor,
-    total: tl.tensor,
-    other: tl.tensor,
-    alpha: tl.tensor,
-    limit: tl.tensor,
-    kept: tl.tensor,
-    HALF: tl.constexpr,
-    KIND: tl.constexpr,
-    IS_GATED: tl.constexpr,
-) -> None:
-    """Activate and write products [BM, BN] of both halves."""
-    if IS_GATED:
-        tl.store(out_at, active(total, other, alpha, limit, KIND), mask=kept)
-    else:
-        if KIND != "none":
-            total, other = active(total, total, alpha, limit, KIND), active(other, other, alpha, limit, KIND)
-        tl.store(out_at, total, mask=kept)
-        tl.store(out_at + HALF, other, mask=kept)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 _ROTATIONS = (0, 4, 10)
-"""Of a word, for each of its planes."""
-_SHARED = (6, 12)
-"""Rotations of what two words share, for the last plane of each."""
-_ROOM = 0x06030603
-"""Bits that no plane of a word takes; a word of the first half has there what is shared, moved to the right by 2."""
+"""Left rotation of a word for each of the first three planes, see `MxMatrices.pack`."""
+_LAST_ROTATIONS = (6, 12)
+"""The same for the last plane of the first and of the second half."""
+_FREE_BITS = 0x06030603
+"""Bits of a word that the first three planes leave free. A word of the first half holds its part of the last planes
+there, shifted right by 2."""
 
 
 class ExpertMatrices(Protocol):
@@ -108,20 +109,20 @@ class MxMatrices:
     def pack(codes: Tensor) -> Tensor:
         """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16; O is even.
 
-        Words 2 j and 2 j + 1 of a span of 128 are one number of 32 bits, for the codes of features 32 p + 2 j and
-        32 p + 2 j + 1 in planes p. Rotated to the left by `_ROTATIONS[p]`, it has both codes of a plane where bfloat16
-        has sign, low exponent and first fraction bit; that leaves room for three planes. The last planes of output
-        features o and o + O / 2 share a third number, whose bits both words hold where they have room.
+        Plane p of a span holds features 32 p to 32 p + 31. A word of 32 bits, stored as two int16, has the codes of
+        features 2 j and 2 j + 1 of planes 0 to 2: rotated left by `_ROTATIONS[p]`, both have their sign, exponent and
+        fraction where bfloat16 has its sign, the two low bits of its exponent and the first of its fraction. The codes
+        of plane 3 of output features o and o + O / 2 share the free bits of both words.
         """
-        places = codes.unflatten(-1, (-1, 4, 16, 2)).to(torch.int64)
+        places = codes.unflatten(-1, (-1, 4, 16, 2)).to(torch.int32)
         lanes = (places >> 3 << 15 | (places & 7) << 6).movedim(-3, 0)
-        planes = (lanes[..., 0] | lanes[..., 1] << 16).unflatten(-3, (2, -1))  # [4, ..., 2, O / 2, S, 16]
+        planes = (lanes[..., 0].long() | lanes[..., 1].long() << 16).unflatten(-3, (2, -1))  # [4, ..., 2, O / 2, S, 16]
         words = sum(_rotated_right(plane, by) for plane, by in zip(planes[:3], _ROTATIONS, strict=True))
-        last, other = planes[3].unbind(-4)
-        rest = _rotated_right(last, _SHARED[0]) | _rotated_right(other, _SHARED[1])
-        words += torch.stack(((rest & ~_ROOM) >> 2, rest & _ROOM), -4)
-        halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)
-        return halves.flatten(-4, -3).to(torch.int16).transpose(-3, -2).contiguous()
+        first, second = (_rotated_right(*one) for one in zip(planes[3].unbind(-4), _LAST_ROTATIONS, strict=True))
+        last = first | second
+        words += torch.stack(((last & ~_FREE_BITS) >> 2, last & _FREE_BITS), -4)
+        lanes = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)
+        return lanes.flatten(-4, -3).to(torch.int16).transpose(-3, -2).contiguous()
 
     @staticmethod
     def pack_scales(exponents: Tensor) -> Tensor:

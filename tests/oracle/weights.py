@@ -19,9 +19,9 @@ E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 
 _PLACES = (15, 8, 7, 6)
-"""Of the bits of a code in half a number of 32 bits, from the sign on, once that is rotated for its plane."""
-_ROOM = [bit for bit in range(32) if bit % 16 in (0, 1, 9, 10)]
-"""Bits of the second half's words in what two words share."""
+"""Of a code's bits in each 16 bits of a word that is rotated for its plane, from the sign on."""
+_FROM_SECOND = [bit for bit in range(32) if bit % 16 in (0, 1, 9, 10)]
+"""Bits of what two words share that come from the second half; those of the first half are 2 lower there."""
 
 
 def open_weights(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> CheckpointWeights:
@@ -41,7 +41,7 @@ def _mx_codes(words: Tensor) -> Tensor:
     """[E, S, O, 32] -> [E, S, O, 4, 32], as `MxMatrices.pack` says."""
     low, high = (words.long() & 0xFFFF).unflatten(-1, (16, 2)).unbind(-1)
     halves = [[(half >> bit) & 1 for bit in range(32)] for half in (low | high << 16).chunk(2, dim=2)]
-    shared = [halves[1][bit] if bit in _ROOM else halves[0][bit - 2] for bit in range(32)]
+    shared = [halves[1][bit] if bit in _FROM_SECOND else halves[0][bit - 2] for bit in range(32)]
     found = []
     for half, rotation in zip(halves, (6, 12), strict=True):
         planes = [*(_codes(half, by) for by in (0, 4, 10)), _codes(shared, rotation)]
