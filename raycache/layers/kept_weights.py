@@ -16,6 +16,7 @@ from torch import Tensor
 from raycache.checkpoint.stored_slice import Format, StoredSlice
 from raycache.checkpoint.tensor_files import WeightSource
 from raycache.errors import CheckpointError
+from raycache.layers import mx_packing
 from raycache.layers.quantised import GROUP, Fp8Matrix
 from raycache.layers.quantised_experts import ExpertMatrices, Fp8Matrices, MxMatrices
 
@@ -197,7 +198,7 @@ def mx_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Seque
 
     def arranged(slices: list[StoredSlice]) -> tuple[Tensor, Tensor]:
         codes, exponents = _stacked(map(_mx_rows, slices), rows)
-        return MxMatrices.pack(codes), MxMatrices.pack_scales(exponents)
+        return mx_packing.pack(codes), mx_packing.pack_scales(exponents)
 
     (codes, scales), one = _for_each(experts, count, arranged)
     return MxMatrices(codes, scales, offset=_offset(one))

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.layers.activation import Recipe
 from raycache.layers.kernels import active
+from raycache.layers.mx_packing import last_planes_ptx, plane_ptx
 from raycache.layers.routing_kernels import Routes, num_blocks, rows_of
 from raycache.parallel.devices import early
 
@@ -156,8 +157,8 @@ def mx_product(
 
     Args:
         x: tokens [T, K] with `is_input`, else sorted rows [P, K], bfloat16.
-        codes: [E, S, N, 32] int16, see `MxMatrices.pack`; N is even.
-        scales: [E, S, N] int32, see `MxMatrices.pack_scales`.
+        codes: [E, S, N, 32] int16, see `mx_packing.pack`; N is even.
+        scales: [E, S, N] int32, see `mx_packing.pack_scales`.
         offset: position of the first input feature in the first span.
         bias: [E, N] contiguous, or None.
         recipe: of the activation that follows, gate first; None for none.
@@ -220,38 +221,8 @@ def _compile(kind: _Kind) -> None:
         _product.warmup(*tensors, *kind.numbers(), grid=(1,), **kind.sizes(tile, mode))
 
 
-def _convert(plane: int, rotate: str, *, scales: str = "$2", out: str = "$0") -> str:
-    """PTX that writes two numbers of a plane of `MxMatrices.pack` in bfloat16.
-
-    Masked, a code is its number times 2^-126; a scale's byte, moved by 7, is 2^126 times the scale.
-
-    Args:
-        rotate: instruction that writes to `a` the word, rotated to the left for the plane. A shift does where the bits
-            that it loses are masked anyway.
-        scales: operand with the scales of four planes.
-    """
-    return f"""
-        prmt.b32 f, {scales}, 0, 0x{plane}4{plane}4;
-        shr.b32 f, f, 1;
-        {rotate}
-        and.b32 a, a, 0x81c081c0;
-        mul.rn.bf16x2 {out}, a, f;"""
-
-
-def _asm(*instructions: str) -> tl.constexpr:
-    return tl.constexpr("\n".join(("{", ".reg .b32 a, d, f;", *instructions, "}")))
-
-
-# The numbers here are `_ROTATIONS`, `_LAST_ROTATIONS` and `_FREE_BITS` of quantised_experts.py.
-_PLANE_0 = _asm(_convert(0, "mov.b32 a, $1;"))
-_PLANE_1 = _asm(_convert(1, "shl.b32 a, $1, 4;"))
-_PLANE_2 = _asm(_convert(2, "shf.l.wrap.b32 a, $1, $1, 10;"))
-_LAST_PLANES = _asm(
-    "shl.b32 d, $2, 2;",
-    "lop3.b32 d, $3, d, 0x06030603, 0xe4;",
-    _convert(3, "shl.b32 a, d, 6;", scales="$4", out="$0"),
-    _convert(3, "shf.l.wrap.b32 a, d, d, 12;", scales="$6", out="$1"),
-)
+_PLANE_0, _PLANE_1, _PLANE_2 = (tl.constexpr(plane_ptx(plane)) for plane in range(3))
+_LAST_PLANES = tl.constexpr(last_planes_ptx())
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 # features, K = I padded with zeros on both sides, G = K / 128 groups of FP8, S = K / 128 spans of MXFP4.
 
 
-_ROTATIONS = (0, 4, 10)
-"""Left rotation of a word for each of the first three planes, see `MxMatrices.pack`."""
-_LAST_ROTATIONS = (6, 12)
-"""The same for the last plane of the first and of the second half."""
-_FREE_BITS = 0x06030603
-"""Bits of a word that the first three planes leave free. A word of the first half holds its part of the last planes
-there, shifted right by 2."""
-
-
 class ExpertMatrices(Protocol):
     """One matrix [O, I] per expert."""
 
@@ -85,8 +76,8 @@ class MxMatrices:
     """Matrices in MXFP4.
 
     Args:
-        codes: [E, S, O, 32] int16, see `pack`.
-        scales: [E, S, O] int32, see `pack_scales`.
+        codes: [E, S, O, 32] int16, see `mx_packing.pack`.
+        scales: [E, S, O] int32, see `mx_packing.pack_scales`.
         offset: position of the first input feature in the first span.
     """
 
@@ -104,35 +95,6 @@ class MxMatrices:
             x, self._codes, self._scales, routes, offset=self._offset, bias=bias, recipe=known, is_input=is_input
         )
         return product if activation is None or known is not None else activation(product)
-
-    @staticmethod
-    def pack(codes: Tensor) -> Tensor:
-        """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16; O is even.
-
-        Plane p of a span holds features 32 p to 32 p + 31. A word of 32 bits, stored as two int16, has the codes of
-        features 2 j and 2 j + 1 of planes 0 to 2: rotated left by `_ROTATIONS[p]`, both have their sign, exponent and
-        fraction where bfloat16 has its sign, the two low bits of its exponent and the first of its fraction. The codes
-        of plane 3 of output features o and o + O / 2 share the free bits of both words.
-        """
-        places = codes.unflatten(-1, (-1, 4, 16, 2)).to(torch.int32)
-        lanes = (places >> 3 << 15 | (places & 7) << 6).movedim(-3, 0)
-        planes = (lanes[..., 0].long() | lanes[..., 1].long() << 16).unflatten(-3, (2, -1))  # [4, ..., 2, O / 2, S, 16]
-        words = sum(_rotated_right(plane, by) for plane, by in zip(planes[:3], _ROTATIONS, strict=True))
-        first, second = (_rotated_right(*one) for one in zip(planes[3].unbind(-4), _LAST_ROTATIONS, strict=True))
-        last = first | second
-        words += torch.stack(((last & ~_FREE_BITS) >> 2, last & _FREE_BITS), -4)
-        lanes = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)
-        return lanes.flatten(-4, -3).to(torch.int16).transpose(-3, -2).contiguous()
-
-    @staticmethod
-    def pack_scales(exponents: Tensor) -> Tensor:
-        """[..., O, 4 S] uint8, exponents plus 127, at most 128 -> [..., S, O] int32, one byte per 32 codes of a span.
-
-        Bytes are exponents plus 253, those of bfloat16 for 2^126 times the scale.
-        """
-        parts = (exponents.to(torch.int64) + 126).unflatten(-1, (-1, 4)).unbind(-1)
-        words: Tensor = parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
-        return words.to(torch.int32).transpose(-2, -1).contiguous()
 
 
 class QuantisedExperts:
@@ -199,8 +161,3 @@ def _routing() -> Any:
     from raycache.layers import routing_kernels
 
     return routing_kernels
-
-
-def _rotated_right(words: Tensor, by: int) -> Tensor:
-    """Of 32 bits, in int64."""
-    return (words >> by | words << 32 - by) & 0xFFFFFFFF

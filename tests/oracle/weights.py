@@ -38,7 +38,7 @@ def _codes(bits: list[Tensor], rotation: int) -> Tensor:
 
 
 def _mx_codes(words: Tensor) -> Tensor:
-    """[E, S, O, 32] -> [E, S, O, 4, 32], as `MxMatrices.pack` says."""
+    """[E, S, O, 32] -> [E, S, O, 4, 32], as `mx_packing.pack` says."""
     low, high = (words.long() & 0xFFFF).unflatten(-1, (16, 2)).unbind(-1)
     halves = [[(half >> bit) & 1 for bit in range(32)] for half in (low | high << 16).chunk(2, dim=2)]
     shared = [halves[1][bit] if bit in _FROM_SECOND else halves[0][bit - 2] for bit in range(32)]
