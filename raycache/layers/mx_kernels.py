@@ -72,7 +72,7 @@ _TILES: Sequence[_Tiles] = (
     _Tiles(200, _Tile(64, 128, 4, 3, max_registers=168), _Tile(64, 128, 4, 3, max_registers=168)),
     _Tiles(math.inf, _Tile(128, 128, 4, 3), _Tile(128, 128, 4, 3)),
 )
-"""Fastest on an H200 (docs/adr/0016)."""
+"""Chosen on an H200 with 32 experts (docs/adr/0016): the first ones were timed with one token only."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""How MXFP4 experts lie in memory, and the PTX that reads them: the format is what takes few instructions.
+"""How MXFP4 experts lie in memory, and the PTX that reads them. The layout keeps the number of instructions small.
 
 bfloat16 has the sign of a code (E2M1) in bit 15, and its exponent and fraction in bits 8 to 6; masked, they are the
-code's number times 2^-126. Each half of a word of 32 bits has room for three rotations of that pattern. The four bits
-left in it, together with those of another output feature's word, hold a fourth code of both: a shared word.
+code's number times 2^-126. Each half of a word of 32 bits has room for three codes in that pattern, rotated. The four
+bits left in it, together with those of another output feature's word, hold the fourth code of both: a shared word.
 """
 
 # Shapes in this file: O output features, K input features in S spans of 128.
