@@ -1,14 +1,14 @@
 """Triton kernel for one query per row that attends to its pages, or to a window. Imported only where it runs.
 
-The keys of a row are split among SPLITS programs per key head, and the last program of a row and key head to finish
-merges what they found, in the same order each time. Nothing is planned on the host; attention sinks, and writing the
-newest key and value to their page, are part of the same launch. The table and all other keys are on the device before a
-step begins, so a program reads its last block, with which it begins, before it waits for the kernel in front of it.
+The keys of rows are divided into parts (key_parts.py), each for one program per key head, and the last program of a row
+and key head to finish merges what they found, in the same order each time. Attention sinks, and writing the newest key
+and value to their page, are part of the same launch. The table and all other keys are on the device before a step
+begins, so a program reads its last block, with which it begins, before it waits for the kernel in front of it.
 
-    row of 300 keys, blocks of 64     [ 0 .. 127 ] [ 128 .. 255 ] [ 256 .. 299 ]
-    programs of a key head            0            1              2               3 has none, and ends
+    row of 300 keys in 4 parts, blocks of 64     [ 0 .. 127 ] [ 128 .. 255 ] [ 256 .. 299 ]
+    programs of a key head                       0            1              2               3 has none, and ends
 
-Shapes in this file: T rows, H query heads, Hkv key heads, D head size, P pages, R tokens of a page.
+Shapes in this file: T rows, H query heads, Hkv key heads, D head size, P pages, R tokens of a page, N parts at most.
 """
 
 from __future__ import annotations
@@ -22,53 +22,68 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.flashinfer_replans import StaticTable
+from raycache.attention.key_parts import Division
 from raycache.parallel.devices import early
 
 _BLOCK = 64
 """Keys that a program takes at once."""
-_MOST_SPLITS = 64
+_MOST_PARTS = 64
+"""Parts of a row."""
 _AT_ONCE = 8
 """Partial results that are read at once."""
 
 
+def division(num_rows: int, num_heads: int, num_programs: int, *, most: int) -> Division:
+    """Divide the keys of rows.
+
+    Args:
+        num_rows: T.
+        num_heads: Hkv.
+        num_programs: that should run, at least.
+        most: parts of all rows together, for which there is room.
+    """
+    return Division(min(num_rows + max(num_programs // num_heads, 1), most), _MOST_PARTS, _BLOCK)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows with one query each, and how their keys are split.
+    """Rows with one query each, and how programs take their keys.
 
     Attributes:
         table: on the device; rows without keys get zeros.
-        splits: programs per row and key head, at most; a power of two.
         keys: of a block, a power of two.
         reads_early: whether no key is written in a step but the last one of each row, which no other row has.
-        partial: float32, for the results of programs, [T, Hkv, splits, H / Hkv, D + 2]; any contents. None for one
-            split, like `counts`.
+        num_warps: of a program.
+        partial: float32, for the results of parts, [N, Hkv, H / Hkv, D + 2]; any contents. None if a program takes all
+            keys of a row, like `counts`.
         counts: int32 [T * Hkv], zeros, and zeros again when a kernel has ended.
     """
 
     table: StaticTable
-    splits: int
     keys: int
     reads_early: bool
+    num_warps: int = 4
     partial: Tensor | None = None
     counts: Tensor | None = None
 
     @classmethod
     def whole(cls, table: StaticTable, window: int, *, reads_early: bool) -> Rows:
         """For one program that takes the keys of a window at once."""
-        return cls(table, 1, max(16, triton.next_power_of_2(window)), reads_early)
+        return cls(table, max(16, triton.next_power_of_2(window)), reads_early)
 
     @classmethod
-    def split(cls, table: StaticTable, num_heads: int, num_programs: int, buffer: Tensor, *, reads_early: bool) -> Rows:
+    def divided(
+        cls, table: StaticTable, num_heads: int, buffer: Tensor, *, reads_early: bool, num_warps: int = 4
+    ) -> Rows:
         """For any number of keys.
 
         Args:
-            num_heads: T * Hkv.
-            num_programs: that run at once.
+            table: with a `division`.
+            num_heads: Hkv.
             buffer: uint8, whose contents may be overwritten.
         """
-        splits = min(1 << (max(num_programs // num_heads, 1).bit_length() - 1), _MOST_SPLITS)
-        counts = torch.zeros(num_heads, dtype=torch.int32, device=buffer.device)
-        return cls(table, splits, _BLOCK, reads_early, buffer.view(torch.float32), counts)
+        counts = torch.zeros(len(table.lens) * num_heads, dtype=torch.int32, device=buffer.device)
+        return cls(table, _BLOCK, reads_early, num_warps, buffer.view(torch.float32), counts)
 
 
 def attend(
@@ -100,9 +115,10 @@ def attend(
     assert new is None or (rows.reads_early and new[0][0].is_contiguous() and new[1][0].is_contiguous())
     new_k, new_v = (q, q) if new is None else new
     partial, counts = (q if each is None else each for each in (rows.partial, rows.counts))
-    assert rows.splits == 1 or partial.numel() >= num_rows * num_heads * rows.splits * (dim + 2), "no room for results"
+    is_divided, num_parts = rows.partial is not None, num_rows if rows.partial is None else len(table.parts)
+    assert not is_divided or partial.numel() >= num_parts * num_heads * (dim + 2), "no room for results"
     tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
-    pointers = table.indptr, table.lens, table.begins, table.ids, partial, counts
+    pointers = table.indptr, table.lens, table.begins, table.ids, table.firsts, table.parts, partial, counts
     strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
     sizes = {
         "DIM": dim,
@@ -112,15 +128,15 @@ def attend(
         "GROUP": triton.next_power_of_2(group),
         "QUERIES": max(16, triton.next_power_of_2(group)),
         "KEYS": rows.keys,
-        "SPLITS": rows.splits,
-        "AT_ONCE": min(rows.splits, _AT_ONCE),
+        "AT_ONCE": _AT_ONCE,
+        "IS_DIVIDED": is_divided,
         "HAS_SINKS": sinks is not None,
         "HAS_NEW": new is not None,
         "HAS_LSE": lse is not None,
         "READS_EARLY": rows.reads_early,
     }
-    grid = rows.splits, num_keys, num_rows
-    _attend[grid](*tensors, *pointers, scale, *strides, **sizes, **early(q.device))
+    grid = num_keys, num_parts
+    _attend[grid](*tensors, *pointers, scale, *strides, **sizes, num_warps=rows.num_warps, **early(q.device))
     return out
 
 
@@ -141,6 +157,8 @@ def _attend(
     lens: tl.tensor,
     begins: tl.tensor,
     ids: tl.tensor,
+    firsts: tl.tensor,
+    parts: tl.tensor,
     partial: tl.tensor,
     counts: tl.tensor,
     scale: tl.tensor,
@@ -155,25 +173,30 @@ def _attend(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    IS_DIVIDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HAS_LSE: tl.constexpr,
     READS_EARLY: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """One program per split, key head and row, with all query heads of the key head."""
+    """One program per key head and part, with all query heads of the key head."""
     if IS_EARLY:
         gdc_launch_dependents()
-    split, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key_head, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, first_part, num_parts = part, part, 1
+    if IS_DIVIDED:
+        row = tl.load(parts + part).to(tl.int64)
+        first_part = tl.load(firsts + row).to(tl.int64)
+        num_parts = tl.load(firsts + row + 1) - first_part.to(tl.int32)
     query, feature, key = tl.arange(0, QUERIES), tl.arange(0, DIM), tl.arange(0, KEYS)
     head, is_query = key_head * NUM_QUERIES + query, query < NUM_QUERIES
     length, pages = tl.load(lens + row), ids + tl.load(indptr + row)
     first = tl.load(begins + row)
-    split_len = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS) * KEYS
-    begin = first + split * split_len
-    end = tl.minimum(begin + split_len, length)
+    part_len = tl.cdiv(tl.cdiv(length - first, KEYS), num_parts) * KEYS
+    begin = first + (part - first_part).to(tl.int32) * part_len
+    end = tl.minimum(begin + part_len, length)
     last = begin + tl.maximum(tl.cdiv(end - begin, KEYS) - 1, 0) * KEYS
     place = last + key
     is_key = place < end
@@ -183,7 +206,7 @@ def _attend(
     keys, values = tl.load(k + at, mask=is_old, other=0.0), tl.load(v + at, mask=is_old, other=0.0)
     if IS_EARLY:
         gdc_wait()
-    if begin >= end and split > 0:
+    if begin >= end and part > first_part:
         return
     from_ = q + row * q_token + head[:, None] * q_head + feature[None, :]
     queries = tl.load(from_, mask=is_query[:, None], other=0.0)
@@ -206,20 +229,21 @@ def _attend(
     result, most, total = _with_keys(
         result, most, total, queries, k, v, pages, begin, last, key_head, factor, DIM, PAGE, NUM_KEY_HEADS, KEYS
     )
-    used = tl.cdiv(length - first, tl.maximum(split_len, 1))
-    if SPLITS > 1 and used > 1:
-        group = row * NUM_KEY_HEADS + key_head
-        stats = partial + tl.num_programs(2).to(tl.int64) * NUM_KEY_HEADS * SPLITS * NUM_QUERIES * DIM
-        part = (group * SPLITS + split) * NUM_QUERIES + query
-        tl.store(partial + part[:, None] * DIM + feature[None, :], result, mask=is_query[:, None])
-        tl.store(stats + part * 2, most, mask=is_query)
-        tl.store(stats + part * 2 + 1, total, mask=is_query)
+    used = tl.cdiv(length - first, tl.maximum(part_len, 1))
+    if IS_DIVIDED and used > 1:
+        stats = partial + tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * NUM_QUERIES * DIM
+        own = (part * NUM_KEY_HEADS + key_head) * NUM_QUERIES + query
+        tl.store(partial + own[:, None] * DIM + feature[None, :], result, mask=is_query[:, None])
+        tl.store(stats + own * 2, most, mask=is_query)
+        tl.store(stats + own * 2 + 1, total, mask=is_query)
         tl.debug_barrier()
+        group = row * NUM_KEY_HEADS + key_head
         if tl.atomic_add(counts + group, 1, sem="acq_rel") == used - 1:
             tl.store(counts + group, 0)
             member = tl.arange(0, GROUP)
+            earliest = (first_part * NUM_KEY_HEADS + key_head) * NUM_QUERIES
             every, highest, weights = _merged(
-                partial, stats, group * SPLITS, used, member, feature, DIM, NUM_QUERIES, GROUP, AT_ONCE
+                partial, stats, earliest, used, member, feature, DIM, NUM_KEY_HEADS, NUM_QUERIES, GROUP, AT_ONCE
             )
             _store(
                 every,
@@ -265,17 +289,21 @@ def _merged(
     query: tl.tensor,
     feature: tl.tensor,
     DIM: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What all programs of a row and key head have found: values [G, D], highest scores and sums of weights [G]."""
+    """What all programs of a row and key head have found: values [G, D], highest scores and sums of weights [G].
+
+    `first` is where the results of its first part are.
+    """
     result = tl.zeros([GROUP, DIM], tl.float32)
     most = tl.full([GROUP], -1e30, tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     for begin in tl.range(0, num_parts, AT_ONCE):
         for number in tl.static_range(AT_ONCE):
-            part = (first + begin + number) * NUM_QUERIES + query
+            part = first + (begin + number) * NUM_KEY_HEADS * NUM_QUERIES + query
             is_part = (query < NUM_QUERIES) & (begin + number < num_parts)
             # Written by other programs of this launch, so not from the cache of this multiprocessor.
             score = tl.load(stats + part * 2, mask=is_part, other=-1e30, cache_modifier=".cg")

@@ -10,7 +10,7 @@ With cp=1 nothing needs to be merged. Rows as long as a window are special, sinc
 pages. With more ranks the parts are merged as in layout.py.
 
 Rows with few and with many queries use different kernels, since neither kernel is fast for both. Recorded decode steps
-of few rows, and all with short windows, run a Triton kernel, which needs no plan and one launch (decode_kernels.py).
+run a Triton kernel with one launch (decode_kernels.py), but for large heads.
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
 """
@@ -55,12 +55,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256, 512)
 
 FEW_KEY_HEADS = 32
-"""Key heads of all rows together, up to which recorded decode steps do without FlashInfer. It balances rows of unequal
-lengths, which matters where there are many."""
-
-
-EAGER_SPLITS = 4
-"""Parts of a row's keys in a window under cp, in steps that are not recorded: one number, so one kernel is built."""
+"""Key heads of all rows together, up to which recorded steps run two programs of four warps per multiprocessor; others
+four of two warps, which is faster for many (docs/adr/0023)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,34 +133,36 @@ class OneQuery:
 
     Args:
         is_apart: whether no row attends to what another one writes in the same step.
-        splits: parts of a row's keys, at most; 0 for as many as keep the device busy.
+        is_recorded: whether it is for a CUDA graph.
     """
 
     def __init__(
-        self, kernels: KernelCache, layers: Layers, static: StaticRows, *, is_apart: bool, splits: int = 0
+        self, kernels: KernelCache, layers: Layers, static: StaticRows, *, is_apart: bool, is_recorded: bool
     ) -> None:
         # It needs Triton, which is there on GPU machines only.
-        from raycache.attention.decode_kernels import Rows
+        from raycache.attention.decode_kernels import Rows, division
 
-        self.table, self.is_apart = StaticTable(static, kernels.device), is_apart
-        self._scale = layers.heads.scale
+        heads, self.is_apart, self._scale = layers.heads, is_apart, layers.heads.scale
         if _is_short(layers):
+            self.table = StaticTable(static, kernels.device)
             self._rows = Rows.whole(self.table, layers.window, reads_early=is_apart)
-        else:
-            num_heads, heads = static.num_rows * layers.heads.keys, layers.heads
-            num_programs = splits * num_heads if splits else kernels.num_blocks
-            # As many as the buffer has room for: float32 results and two more numbers for each query head.
-            most = kernels.partial.nbytes // (4 * static.num_rows * heads.queries * (heads.dim + 2))
-            num_programs = min(num_programs, most * num_heads)
-            self._rows = Rows.split(self.table, num_heads, num_programs, kernels.partial, reads_early=is_apart)
+            return
+        # Steps that are not recorded have any number of rows, but one kernel.
+        is_few = is_recorded and static.num_rows * heads.keys <= FEW_KEY_HEADS
+        # The buffer has float32 results and two more numbers for each query head.
+        most = kernels.partial.nbytes // (4 * heads.queries * (heads.dim + 2))
+        num_programs = kernels.num_blocks * (1 if is_few else 2)
+        divided = division(static.num_rows, heads.keys, num_programs, most=most)
+        self.table = StaticTable(static, kernels.device, divided)
+        # More queries per key head need the registers of four warps.
+        num_warps = 4 if is_few or heads.queries > 16 * heads.keys else 2
+        self._rows = Rows.divided(self.table, heads.keys, kernels.partial, reads_early=is_apart, num_warps=num_warps)
 
     @staticmethod
-    def is_better(layers: Layers, static: StaticRows) -> bool:
+    def is_better(layers: Layers) -> bool:
         """Whether recorded steps should use it instead of FlashInfer, with one cp rank or without a window."""
         # Larger heads do not fit into registers beside their keys.
-        if not triton_works() or layers.heads.dim > 128:
-            return False
-        return _is_short(layers) or static.num_rows * layers.heads.keys <= FEW_KEY_HEADS
+        return triton_works() and layers.heads.dim <= 128
 
     def run(
         self,
@@ -272,11 +270,11 @@ class FullKernels:
                 assert not self._layout.chunks, "with a window, chunks pass keys"
                 counts = np.diff(inputs.places[layers.space].pages.indptr)
                 static = StaticRows(len(counts), int(counts.max(initial=0)))
-                return OneQuery(self._kernels, layers, static, is_apart=False, splits=EAGER_SPLITS)
-        elif static is None or not OneQuery.is_better(layers, static):
+                return OneQuery(self._kernels, layers, static, is_apart=False, is_recorded=False)
+        elif static is None or not OneQuery.is_better(layers):
             return None
         longest = 1 if inputs.state_rows is None else inputs.state_rows.longest
-        return OneQuery(self._kernels, layers, static, is_apart=longest == 1)
+        return OneQuery(self._kernels, layers, static, is_apart=longest == 1, is_recorded=True)
 
     def _plan_cached(self, places: Places) -> list[Planned]:
         is_alone = self._layout.inputs.ctx.cp.size == 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.flashinfer_tables import Table
+from raycache.attention.key_parts import Division
 from raycache.memory.streams import PinnedUse, after_compute
 from raycache.parallel.uploads import upload
 
@@ -55,16 +56,21 @@ class Shortcut:
 class StaticTable:
     """A table at fixed addresses, on the device and in pinned memory.
 
-        [ queries n + 1 ][ indptr n + 1 ][ last n ][ lens n ][ begins n ][ ids ... ]
+        [ queries n + 1 ][ indptr n + 1 ][ last n ][ lens n ][ begins n ][ firsts ][ parts ][ ids ... ]
+
+    Args:
+        division: of the keys into parts; None for no parts.
 
     Attributes:
         queries, indptr, last, lens, begins, ids: int32, on the device; see `Table`.
-        at_host: the first five in pinned memory, by name.
+        firsts, parts: int32, on the device; see `Division.parts`. Empty without a division.
+        at_host: all but ids in pinned memory, by name.
     """
 
-    def __init__(self, static: StaticRows, device: torch.device) -> None:
-        rows = static.num_rows
+    def __init__(self, static: StaticRows, device: torch.device, division: Division | None = None) -> None:
+        rows, self._division = static.num_rows, division
         lengths = {"queries": rows + 1, "indptr": rows + 1, "last": rows, "lens": rows, "begins": rows}
+        lengths |= {"firsts": 0, "parts": 0} if division is None else {"firsts": rows + 1, "parts": division.most}
         # Each begins at a multiple of 16 bytes, as FlashInfer's own do.
         room = [-(-length // 4) * 4 for length in lengths.values()]
         self._num_counts = sum(room)
@@ -73,7 +79,7 @@ class StaticTable:
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._filling = PinnedUse(device)
         *counts, self.ids = self._device.split(sizes)
-        self.queries, self.indptr, self.last, self.lens, self.begins = (
+        self.queries, self.indptr, self.last, self.lens, self.begins, self.firsts, self.parts = (
             part[:length] for part, length in zip(counts, lengths.values(), strict=True)
         )
         at_host = zip(lengths.items(), self._host.split(sizes), strict=False)
@@ -84,9 +90,12 @@ class StaticTable:
     def fill(self, table: Table) -> None:
         """Copy a table to the device."""
         with self._filling:
-            for name, column in self._columns.items():
+            for name in ("queries", "indptr", "last", "lens", "begins"):
                 found = getattr(table, name)
-                column[:] = 0 if found is None else found
+                self._columns[name][:] = 0 if found is None else found
+            if self._division is not None:
+                divided = self._division.parts(table.lens, table.begins)
+                self._columns["firsts"][:], self._columns["parts"][:] = divided
             self._ids[: len(table.ids)] = table.ids
             upload(self._host[: self._num_counts + len(table.ids)], self.used(table))
 

@@ -26,12 +26,22 @@ class Pages:
         order = torch.randperm(sum(counts) + 3, device="cuda")[: sum(counts)].int()
         ends = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
         self.table: Any = SimpleNamespace(indptr=ends, lens=torch.tensor(lengths, device="cuda").int(), ids=order)
+        self.table.firsts = self.table.parts = ends  # unused where one program takes all keys of a row
         self.table.begins = (self.table.lens - window).clamp(min=0) if window else torch.zeros_like(self.table.lens)
-        self.lengths, self.dim = lengths, float(dim)
+        self.lengths, self.dim, self.num_key_heads = lengths, float(dim), heads[1]
         last = self.table.lens - 1
         self.slots = (order[(ends[:-1] + last // PAGE).clamp(0, len(order) - 1).long()] * PAGE + last % PAGE).int()
         self.k, self.v = (drawn(sum(counts) + 3, PAGE, heads[1], dim) for _ in range(2))
         self.q = drawn(len(lengths), heads[0] + 2 * heads[1], dim)[:, : heads[0]]
+
+    def divided(self, buffer: Tensor, num_programs: int, *, reads_early: bool = True, num_warps: int = 4) -> Any:
+        """Rows whose keys are divided among programs."""
+        from raycache.attention.decode_kernels import Rows, division
+
+        lens, begins = (column.cpu().numpy() for column in (self.table.lens, self.table.begins))
+        parts = division(len(lens), self.num_key_heads, num_programs, most=20_000).parts(lens, begins)
+        self.table.firsts, self.table.parts = (torch.from_numpy(column).cuda() for column in parts)
+        return Rows.divided(self.table, self.num_key_heads, buffer, reads_early=reads_early, num_warps=num_warps)
 
     def right(self, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """[T, H, D] and [T, H] to base 2, without sinks."""
@@ -63,17 +73,16 @@ def check(found: Tensor, right: Tensor) -> None:
 @pytest.mark.parametrize(
     ("heads", "dim"), [((16, 4), 128), ((64, 8), 64), ((16, 2), 256), ((5, 5), 128), ((14, 2), 64)]
 )
-@pytest.mark.parametrize("splits", [1, 4, 32])
-def test_rows_of_any_length(splits: int, heads: tuple[int, int], dim: int, has_sinks: bool) -> None:
-    from raycache.attention.decode_kernels import Rows, attend
+@pytest.mark.parametrize(("programs", "num_warps"), [(1, 4), (64, 2), (528, 4), (528, 2), (5000, 4)])
+def test_rows_of_any_length(programs: int, num_warps: int, heads: tuple[int, int], dim: int, has_sinks: bool) -> None:
+    from raycache.attention.decode_kernels import attend
 
-    torch.manual_seed(splits)
+    if dim > 128 and num_warps < 4:
+        pytest.skip("heads of 256 features need the registers of four warps")
+    torch.manual_seed(programs)
     pages = Pages(LENGTHS, heads, dim)
     sinks = drawn(heads[0]) if has_sinks else None
-    num_heads = len(LENGTHS) * heads[1]
-    buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
-    rows = Rows.split(pages.table, num_heads, splits * num_heads, buffer, reads_early=True)
-    assert rows.splits == splits
+    rows = pages.divided(torch.full([256 << 20], 127, dtype=torch.uint8, device="cuda"), programs, num_warps=num_warps)
     right, right_lse = pages.right(0, sinks)
     before = None
     for _ in range(20):
@@ -97,7 +106,7 @@ def test_windows_with_sinks(window: int) -> None:
         if window < 256:
             rows = Rows.whole(pages.table, window, reads_early=reads_early)
         else:
-            rows = Rows.split(pages.table, 64, 256, buffer, reads_early=reads_early)
+            rows = pages.divided(buffer, 256, reads_early=reads_early)
         out = attend(pages.q, pages.k, pages.v, rows, scale=0.125, sinks=sinks, lse=lse)
         check(out, right)
         torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
@@ -113,10 +122,7 @@ def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window:
     layers = [Pages([1, 0, 64, 1100, 2049], (16, 4), 128, window) for _ in range(8)]
     buffer = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
     of_layers = [
-        Rows.whole(pages.table, window, reads_early=True)
-        if window
-        else Rows.split(pages.table, 20, 264, buffer, reads_early=True)
-        for pages in layers
+        Rows.whole(pages.table, window, reads_early=True) if window else pages.divided(buffer, 264) for pages in layers
     ]
     first = drawn(5, 8, 128)
     some = torch.tensor([0, 2, 3, 4], device="cuda")  # rows with keys
