@@ -7,6 +7,7 @@
     python -m benchmarks.serve_gpu --device cpu --tiny            whether it runs, in seconds
 
     decode    median step of a batch, over the time to read its weights and its cache once at the speed of a copy
+    uneven    the same at batch 64, where one sequence has 32,768 tokens
     prefill   FLOPs of a prompt's products and attention per second, over those of a large matrix product
     idle      share of a decode step at batch 64 in which the GPU waits for the host
     hit       first token of a prompt whose prefix is in host memory, over that of one whose prefix is on the device
@@ -44,7 +45,7 @@ from raycache.llm import LLM
 from raycache.types import CacheAction, CacheCommand
 
 _PAGE_SIZE = 64
-_KINDS = ("decode", "prefill", "idle", "hit", "tiers")
+_KINDS = ("decode", "uneven", "prefill", "idle", "hit", "tiers")
 _TIER_SHAPES = ("qwen3-8b",)
 """Those of which two engines fit on one GPU."""
 _IDLE_BATCH = 64
@@ -103,6 +104,8 @@ class Bench:
                 yield self._prefill(clock)
             if only & {"decode", "idle"}:
                 yield from self._decode(clock)
+            if "uneven" in only:
+                yield self._uneven(clock)
             if has_tiers:
                 tiers = {"host_memory": f"{self._options.host_gib}GiB"}
                 with self._open(batch=self._batch, **tiers) as tiered:
@@ -148,16 +151,25 @@ class Bench:
             with clock.decoding(prompts[:batch], steps=3 * options.steps) as context:
                 seconds = statistics.median(clock.step_seconds(options.steps, batch=batch))
                 if "decode" in options.only:
-                    yield self._decode_line(batch, context + options.steps / 2, seconds)
+                    yield self._decode_line(f"context {context:.0f}", [context + options.steps / 2] * batch, seconds)
                 if "idle" in options.only and batch == self._batch and options.device == "cuda":
                     yield self._idle_line(clock, batch, seconds)
                 if options.kernels:
                     print(f"batch {batch}\n{clock.trace(options.steps).describe(options.kernels)}", flush=True)
 
-    def _decode_line(self, batch: int, context: float, seconds: float) -> Line:
-        num_bytes = self._shape.step_weight_bytes(batch) + batch * self._shape.step_cache_bytes(context)
+    def _uneven(self, clock: Clock) -> Line:
+        options, batch = self._options, self._batch
+        prompts = [clock.draw(count) for count in (4 * options.prompt, *[options.context] * (batch - 1))]
+        with clock.decoding(prompts, steps=options.steps) as context:
+            seconds = statistics.median(clock.step_seconds(options.steps, batch=batch))
+        grown = context - sum(map(len, prompts)) // batch + options.steps / 2
+        what = f"contexts {len(prompts[0])} and {options.context}"
+        return self._decode_line(what, [len(prompt) + grown for prompt in prompts], seconds)
+
+    def _decode_line(self, what: str, contexts: Sequence[float], seconds: float) -> Line:
+        num_bytes = self._shape.step_weight_bytes(len(contexts)) + sum(map(self._shape.step_cache_bytes, contexts))
         floor = num_bytes / self._ceilings.copy_bytes_s
-        what = f"decode, batch {batch}, context {context:.0f}"
+        what = f"decode, batch {len(contexts)}, {what}"
         return Line(self._name, what, 1e3 * seconds, "ms", 1e3 * floor, seconds / floor, "<= 1.25")
 
     def _idle_line(self, clock: Clock, batch: int, seconds: float) -> Line:

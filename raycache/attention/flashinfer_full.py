@@ -9,8 +9,8 @@
 With cp=1 nothing needs to be merged. Rows as long as a window are special, since only their last new tokens stay in
 pages. With more ranks the parts are merged as in layout.py.
 
-Rows with few and with many queries use different kernels, since neither kernel is fast for both. Recorded decode steps
-run a Triton kernel with one launch (decode_kernels.py), but for large heads.
+Rows with few and with many queries use different kernels, since neither kernel is fast for both. Rows of one query run
+a Triton kernel (decode_kernels.py), but for large heads.
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
 """
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from raycache.attention.flashinfer_replans import StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import (
     Ints,
     Segments,
+    Table,
     Tokens,
     are_all,
     cached_slots,
@@ -47,6 +49,10 @@ from raycache.attention.sinks import apply_sinks
 from raycache.attention.triton_works import triton_works
 from raycache.memory.views import KVView
 from raycache.step.inputs import Places
+
+WIDEST = 128
+"""Features of the largest heads for which our own kernel is better: others do not fit into registers beside their
+keys."""
 
 SHORT_WINDOW = 128
 """Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
@@ -95,7 +101,7 @@ class Planned:
     """
 
     tokens: Tokens
-    kernel: PagedKernel
+    kernel: PagedKernel | _Singles
 
 
 class _Copies:
@@ -129,7 +135,7 @@ class _Copies:
 
 
 class OneQuery:
-    """One query per row, without a plan: in CUDA graphs, and with a window under cp.
+    """One query per row, by our own kernel.
 
     Args:
         is_apart: whether no row attends to what another one writes in the same step.
@@ -142,10 +148,11 @@ class OneQuery:
         # It needs Triton, which is there on GPU machines only.
         from raycache.attention.decode_kernels import Rows, division
 
-        heads, self.is_apart, self._scale = layers.heads, is_apart, layers.heads.scale
+        heads, self.is_apart, self._is_recorded = layers.heads, is_apart, is_recorded
+        self._scale = heads.scale
         if _is_short(layers):
-            self.table = StaticTable(static, kernels.device)
-            self._rows = Rows.whole(self.table, layers.window, reads_early=is_apart)
+            self._table = StaticTable(static, kernels.device)
+            self._rows = Rows.whole(self._table, layers.window, reads_early=is_apart)
             return
         # Steps that are not recorded have any number of rows, but one kernel.
         is_few = is_recorded and static.num_rows * heads.keys <= FEW_KEY_HEADS
@@ -153,30 +160,55 @@ class OneQuery:
         most = kernels.partial.nbytes // (4 * heads.queries * (heads.dim + 2))
         num_programs = kernels.num_blocks * (1 if is_few else 2)
         divided = division(static.num_rows, heads.keys, num_programs, most=most)
-        self.table = StaticTable(static, kernels.device, divided)
-        # More queries per key head need the registers of four warps.
-        num_warps = 4 if is_few or heads.queries > 16 * heads.keys else 2
-        self._rows = Rows.divided(self.table, heads.keys, kernels.partial, reads_early=is_apart, num_warps=num_warps)
+        self._table = StaticTable(static, kernels.device, divided)
+        # Larger heads, or more queries per key head, need the registers of four warps.
+        num_warps = 4 if is_few or heads.dim > WIDEST or heads.queries > 16 * heads.keys else 2
+        self._rows = Rows.divided(self._table, heads.keys, kernels.partial, reads_early=is_apart, num_warps=num_warps)
 
     @staticmethod
     def is_better(layers: Layers) -> bool:
-        """Whether recorded steps should use it instead of FlashInfer, with one cp rank or without a window."""
-        # Larger heads do not fit into registers beside their keys.
-        return triton_works() and layers.heads.dim <= 128
+        """Whether to use it instead of FlashInfer, with one cp rank or without a window."""
+        return triton_works() and layers.heads.dim <= WIDEST
+
+    def fill(self, table: Table) -> None:
+        """Give the rows their pages."""
+        self._table.fill(table)
+        if not self._is_recorded:
+            self._table.keep()
 
     def run(
         self,
-        view: KVView,
         q: Tensor,
-        sinks: Tensor | None = None,
+        k: Tensor,
+        v: Tensor,
         *,
+        sinks: Tensor | None = None,
         new: tuple[Tensor, Tensor] | None = None,
         lse: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Queries [T, Hq, D] -> [T, Hq, D]; for `new` and `lse` see `decode_kernels.attend`."""
+        """See `decode_kernels.attend`."""
         from raycache.attention.decode_kernels import attend
 
-        return attend(q, view.k, view.v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse)
+        return attend(q, k, v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse, out=out)
+
+
+class _Singles:
+    """Rows of one query in a step that has other rows, too, and is not recorded."""
+
+    def __init__(self, kernels: KernelCache, layers: Layers, table: Table) -> None:
+        counts = np.diff(table.indptr)
+        rows = StaticRows(len(counts), int(counts.max()))
+        self._one_query = OneQuery(kernels, layers, rows, is_apart=False, is_recorded=False)
+        self._one_query.fill(table)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `PagedKernel.run`. Log-sum-exps are to base 2; there are always some, so that one kernel is built."""
+        assert lse_base != "ln"
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        return self._one_query.run(q, k, v, lse=lse, out=out), lse
 
 
 def _is_short(layers: Layers) -> bool:
@@ -218,10 +250,10 @@ class FullKernels:
         if inputs.ctx.cp.size == 1:
             if self._writes_itself:
                 assert self._one_query is not None
-                return self._one_query.run(view, q, sinks, new=(k, v))
+                return self._one_query.run(q, view.k, view.v, sinks=sinks, new=(k, v))
             self._writer.write_kv(owned, k, v, to=(view.k, view.v))
             if self._one_query is not None:
-                return self._one_query.run(view, q, sinks)
+                return self._one_query.run(q, view.k, view.v, sinks=sinks)
             out, lse = self._cached(view, q, lse_base=None if sinks is None else "log2")
             if self._copies is not None:
                 assert lse is not None
@@ -238,7 +270,7 @@ class FullKernels:
         """Queries [T, Hq, D] against this rank's pages, with cp > 1; the log-sum-exp is to base 2."""
         if self._one_query is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            return self._one_query.run(view, q, lse=lse), lse
+            return self._one_query.run(q, view.k, view.v, lse=lse), lse
         out, found = self._cached(view, q, lse_base="log2")
         assert found is not None
         return out, found
@@ -282,7 +314,7 @@ class FullKernels:
         rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
         heads, window = self._layers.heads, self._layers.window
         if self._one_query is not None:
-            self._one_query.table.fill(decode_table(places.pages, lens, page_len=page_len))
+            self._one_query.fill(decode_table(places.pages, lens, page_len=page_len))
             return []
         if self._recorded is not None:
             # All rows: a CUDA graph may change which of them have keys.
@@ -290,21 +322,28 @@ class FullKernels:
             self._recorded.plan(table, heads, is_causal=is_alone, window=window)
             return [Planned(table.tokens, self._recorded)]
         found = list[Planned]()
-        for is_few, some in self._by_queries(lens).items():
+        for kind, some in self._by_queries(lens).items():
             table = page_table(places.pages, some, lens, queries=[row.tokens for row in rows], page_len=page_len)
-            kernel = self._kernels.paged(self._layers, heads, is_few=is_few)
-            kernel.plan(table, heads, is_causal=is_alone, window=window)
+            kernel: PagedKernel | _Singles
+            if kind == "one":
+                table = replace(table, begins=places.pages.begins[some])
+                kernel = _Singles(self._kernels, self._layers, table)
+            else:
+                kernel = self._kernels.paged(self._layers, heads, is_few=kind == "few")
+                kernel.plan(table, heads, is_causal=is_alone, window=window)
             found.append(Planned(self._kernels.tokens(table.tokens), kernel))
         self._is_partition = is_partition([planned.tokens for planned in found], self._layout.inputs.num_tokens)
         return found
 
-    def _by_queries(self, lens: Ints) -> dict[bool, list[int]]:
-        """Rows with keys, by whether they have few queries."""
-        rows = self._layout.inputs.rows
-        found: dict[bool, list[int]] = {}
+    def _by_queries(self, lens: Ints) -> dict[Literal["one", "few", "many"], list[int]]:
+        """Rows with keys, by how many queries they have."""
+        rows, fewest = self._layout.inputs.rows, 1 if OneQuery.is_better(self._layers) else 0
+        found: dict[Literal["one", "few", "many"], list[int]] = {}
         for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
             if count and i not in self._copied:
-                found.setdefault(len(row.tokens) < FEW_QUERIES, []).append(i)
+                length = len(row.tokens)
+                kind: Literal["one", "few", "many"] = "few" if length < FEW_QUERIES else "many"
+                found.setdefault("one" if length <= fewest else kind, []).append(i)
         return found
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from raycache.attention.flashinfer_tables import Table
 from raycache.attention.key_parts import Division
 from raycache.memory.streams import PinnedUse, after_compute
-from raycache.parallel.uploads import upload
+from raycache.parallel.uploads import keep, upload
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +98,10 @@ class StaticTable:
                 self._columns["firsts"][:], self._columns["parts"][:] = divided
             self._ids[: len(table.ids)] = table.ids
             upload(self._host[: self._num_counts + len(table.ids)], self.used(table))
+
+    def keep(self) -> None:
+        """Keep the pinned memory until it is copied, even if this table is not: it is not filled again."""
+        keep(self._host, self._device.device)
 
     def used(self, table: Table) -> Tensor:
         """The part of the device's buffer that a table fills."""

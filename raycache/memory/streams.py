@@ -26,6 +26,10 @@ from raycache.memory.rows import ALIGN
 
 _log = logging.getLogger(__name__)
 
+MOST_COPIES = 512
+"""Copies of one call. Thousands in a call of CUDA 13.0 crash the process, or end all work on the GPU with "unspecified
+launch failure", where the GPU is slow to begin them (benchmarks/results/2026-11-29-h200-decode-attention.md)."""
+
 
 class Event(Protocol):
     """A point in the work submitted to a device."""
@@ -112,24 +116,29 @@ class CopyEngine:
             RuntimeError: CUDA rejects them.
         """
         if self._batch is not None:
-            to, source, num_bytes = (ctypes.c_void_p(row.ctypes.data) for row in copies)
-            # CUDA determines the location of memory by itself.
-            attributes, of_all = (ctypes.c_int * 6)(_ANY_TIME if is_early else _IN_ORDER), ctypes.c_size_t(0)
-            code = self._batch(
-                to,
-                source,
-                num_bytes,
-                ctypes.c_size_t(copies.shape[1]),
-                attributes,
-                ctypes.byref(of_all),
-                ctypes.c_size_t(1),
-                ctypes.c_void_p(stream.cuda_stream),
-            )
-            _check(code)
+            for first in range(0, copies.shape[1], MOST_COPIES):
+                self._submit(copies[:, first : first + MOST_COPIES], stream, is_early=is_early)
             return
         for to, source, num_bytes in copies.T.tolist():
             place = ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes)
             _check(self._one(*place, _EITHER_WAY, ctypes.c_void_p(stream.cuda_stream)))
+
+    def _submit(self, copies: NDArray[np.uint64], stream: torch.cuda.Stream, *, is_early: bool) -> None:
+        assert self._batch is not None
+        to, source, num_bytes = (ctypes.c_void_p(row.ctypes.data) for row in copies)
+        # CUDA determines the location of memory by itself.
+        attributes, of_all = (ctypes.c_int * 6)(_ANY_TIME if is_early else _IN_ORDER), ctypes.c_size_t(0)
+        code = self._batch(
+            to,
+            source,
+            num_bytes,
+            ctypes.c_size_t(copies.shape[1]),
+            attributes,
+            ctypes.byref(of_all),
+            ctypes.c_size_t(1),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        _check(code)
 
 
 def _check(code: int) -> None:

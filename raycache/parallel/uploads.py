@@ -29,7 +29,7 @@ def upload(host: Tensor, to: Tensor) -> None:
     """Copy pinned memory to a device asynchronously, on the current stream.
 
     Args:
-        host: contiguous; unchanged until the copy has ended.
+        host: contiguous; unchanged, and not freed, until the copy has ended (see `keep`).
         to: of the same shape and dtype, contiguous.
     """
     _copy(to.device)(host, to)
@@ -118,6 +118,12 @@ class _InUse(threading.local):
 
 
 _in_use = _InUse()
+
+
+def keep(pinned: Tensor, device: torch.device) -> None:
+    """Keep memory that `upload` copies from until the work submitted so far to the current stream has ended."""
+    if device.type == "cuda":
+        _in_use.keep(pinned, device)
 
 
 @cache

@@ -16,7 +16,7 @@ from raycache.memory.carriers import LOAD_BUFFER_BYTES
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import CacheFormat, index_keys, kv
 from raycache.memory.moves import Moves, Unit
-from raycache.memory.streams import CopyEngine, PinnedSlabs
+from raycache.memory.streams import MOST_COPIES, CopyEngine, PinnedSlabs
 from raycache.parallel.sharding import Split
 from tests.unit.hosted import DEVICE, Hosted, everything, whole_model
 
@@ -215,13 +215,14 @@ def test_checksums_of_the_device_are_those_of_the_host_in_whatever_parts_they_co
 
 
 @pytest.mark.parametrize("has_batches", [False, True])
-def test_copies_one_by_one_and_in_one_call_are_the_same(has_batches: bool) -> None:
-    source = torch.randint(0, 256, (100, 4096), dtype=torch.uint8).pin_memory()
+def test_copies_one_by_one_and_in_calls_of_many_are_the_same(has_batches: bool) -> None:
+    count = 2 * MOST_COPIES + 100
+    source = torch.randint(0, 256, (count, 4096), dtype=torch.uint8).pin_memory()
     there, back = torch.zeros_like(source, device="cuda"), torch.zeros_like(source).pin_memory()
-    order, stream = torch.randperm(100).numpy(), torch.cuda.Stream()
-    lengths = np.full(100, 4000)
+    order, stream = torch.randperm(count).numpy(), torch.cuda.Stream()
+    lengths = np.full(count, 4000)
     engine = CopyEngine(has_batches=has_batches)
-    rows = np.arange(100) * 4096
+    rows = np.arange(count) * 4096
     torch.cuda.synchronize()
     for copies in (
         (there.data_ptr() + rows, source.data_ptr() + order * 4096, lengths),

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from raycache.attention.flashinfer_replans import StaticRows, StaticTable
+from raycache.attention.flashinfer_tables import Table
 from raycache.attention.layout import StepLayout
 from raycache.memory.streams import CopyEngine, cuda_major
 from raycache.parallel.context import ParallelContext
@@ -44,6 +46,21 @@ def test_memory_is_not_reused_before_the_device_has_read_it() -> None:
     torch.cuda._sleep(LONG)
     there = [uploaded(torch.full((1000,), number), DEVICE) for number in range(50)]
     assert [int(numbers.max()) for numbers in there] == [int(numbers.min()) for numbers in there] == list(range(50))
+
+
+def test_a_table_of_one_step_is_copied_even_if_it_is_dropped() -> None:
+    torch.cuda._sleep(LONG)
+    found = []
+    for number in range(20):
+        lens = np.full(64, number, np.int32)
+        starts = np.arange(65, dtype=np.int32)
+        table = StaticTable(StaticRows(64, 64), DEVICE)
+        table.fill(Table(slice(0, 64), starts, starts, np.full(64, number, np.int32), lens, page_len=16))
+        table.keep()
+        found.append((table.lens, table.ids[:64]))
+        del table
+    torch.cuda.synchronize()
+    assert [{*lens.tolist(), *ids.tolist()} for lens, ids in found] == [{number} for number in range(20)]
 
 
 def test_results_that_nobody_waits_for_do_not_overwrite_others() -> None:
