@@ -19,6 +19,7 @@ from tests.oracle.half import make_half
 from tests.oracle.quantised import fp8_blocks, mxfp4_experts, write_quantised
 from tests.oracle.tiny_tokenizers import byte_level
 
+triton = pytest.importorskip("triton")
 JITFunction = pytest.importorskip("triton.runtime").JITFunction
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def cold() -> None:
-    """Let this process forget the kernels that Triton has loaded for other tests."""
+    """Let this process forget the kernels that Triton has loaded for other tests, and who listened to it there."""
+    triton.knobs.compilation.listener = None
     gc.collect()
     for one in gc.get_objects():
         if type(one) is JITFunction:  # isinstance would wake lazy modules
