@@ -10,6 +10,8 @@ def owned_prefix_lens(
     prefix_lens: NDArray[np.int64], *, page_size: int, cp_rank: int, cp_size: int
 ) -> NDArray[np.int64]:
     """How many of the first `prefix_lens` tokens of each sequence a cp rank holds."""
+    if cp_size == 1:
+        return prefix_lens
     pages, rest = np.divmod(prefix_lens, page_size)
     share = page_size // cp_size
     held: NDArray[np.int64] = pages * share + np.clip(rest - cp_rank * share, 0, share)
@@ -30,5 +32,7 @@ def owned_slots(
     """
     share = page_size // cp_size
     offset = positions % page_size
+    if cp_size == 1:
+        return np.arange(len(positions)), pages.astype(np.int64) * page_size + offset
     index = np.flatnonzero(offset // share == cp_rank)
     return index, pages[index].astype(np.int64) * share + offset[index] % share

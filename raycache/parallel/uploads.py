@@ -61,23 +61,19 @@ class Uploads:
     def __init__(self, device: torch.device, *, room: int) -> None:
         self._device, self._room = device, room
         self._used = 0
-        self._source = torch.empty(0, dtype=torch.int64)
-        self._target = self._source.to(device)
+        self._source, self._bytes, self._target = self._memory(0)
 
     def add(self, numbers: NDArray[Any]) -> Tensor:
         """A new tensor on the device, which has these numbers after `send`. Not while a graph is captured."""
-        array = torch.from_numpy(np.ascontiguousarray(numbers))
-        if self._used + array.nbytes > self._source.nbytes:
+        array = np.ascontiguousarray(numbers)
+        if self._used + array.nbytes > len(self._bytes):
             self.send()
-            words = -(-max(self._room, array.nbytes) // 8)
-            self._source = torch.empty(words, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-            self._target = torch.empty(words, dtype=torch.int64, device=self._device)
+            self._source, self._bytes, self._target = self._memory(max(self._room, array.nbytes))
         span = slice(self._used, self._used + array.nbytes)
-        source, target = (each.view(torch.uint8)[span].view(array.dtype) for each in (self._source, self._target))
-        source.copy_(array.view(-1))
+        self._bytes[span] = array.reshape(-1).view(np.uint8)
         # Kernels are compiled for aligned addresses.
         self._used = -(-span.stop // _ALIGNMENT) * _ALIGNMENT
-        return target.view(array.shape)
+        return self._target[span].view(torch.from_numpy(array).dtype).view(array.shape)
 
     def integers(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> Tensor:
         """`add`, as int64."""
@@ -86,12 +82,18 @@ class Uploads:
     def send(self) -> None:
         """Copy what was added, on the current stream. Not while a graph is captured."""
         if self._used:
-            words = min(self._used // 8, len(self._source))
-            upload(self._source[:words], self._target[:words])
+            words = min(self._used, len(self._source)) // 8
+            upload(self._source.view(torch.int64)[:words], self._target.view(torch.int64)[:words])
             if self._device.type == "cuda":
                 _in_use.keep(self._source, self._device)
-        self._used = 0
-        self._source, self._target = self._source[:0], self._target[:0]
+        self._used, self._bytes = 0, self._bytes[:0]
+
+    def _memory(self, num_bytes: int) -> tuple[Tensor, NDArray[np.uint8], Tensor]:
+        """For arrays that are copied together: on the host, the same for numpy, which copies short arrays sooner than
+        torch, and on the device."""
+        size, is_pinned = -(-num_bytes // 8) * 8, self._device.type == "cuda" and num_bytes > 0
+        source = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+        return source, source.numpy(), torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 def download(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -107,18 +107,16 @@ class TokenExchange:
             uploads: collects the arrays, which must be sent before they are read; None to send them here.
         """
         padded_len = max(sum(map(len, rows)) for rows in locals_)
-        what = np.zeros(len(locals_) * padded_len, np.int64)
-        where = np.zeros(int(starts[-1]), np.int64)
-        for rank, rows in enumerate(locals_):
+        several = ctx.cp.size > 1
+        what = np.zeros(len(locals_) * padded_len if several else 0, np.int64)
+        where = np.zeros(int(starts[-1]) if several else 0, np.int64)
+        for rank, rows in enumerate(locals_ if several else ()):
             tokens = np.concatenate([np.empty(0, np.int64), *rows]) + np.repeat(starts[:-1], list(map(len, rows)))
             padded = rank * padded_len + np.arange(len(tokens))
             what[padded] = tokens
             where[tokens] = padded
         sent = uploads or Uploads(ctx.device, room=8 * (len(where) + len(what)) + 512)
-        if ctx.cp.size == 1:
-            where_on_device = what_on_device = torch.empty(0, dtype=torch.int64, device=ctx.device)
-        else:
-            where_on_device, what_on_device = sent.add(where), sent.add(what)
+        where_on_device, what_on_device = sent.add(where), sent.add(what)
         if uploads is None:
             sent.send()
         return cls(

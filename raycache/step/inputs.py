@@ -261,15 +261,18 @@ def build_inputs(
     firsts = np.array([row.start for row in plan.rows], np.int64)
     every = _rows_of([row.num_tokens for row in plan.rows])
     positions = np.arange(len(every)) + (firsts - starts[:-1])[every]
-    own, of_row = np.concatenate([np.empty(0, np.int64), *mine]), _rows_of([len(one) for one in mine])
+    # Of all tokens, those that this rank computes.
+    own: slice | NDArray[np.int64] = slice(None)
+    if ctx.cp.size > 1 and not has_all_tokens:
+        own = np.concatenate([np.empty(0, np.int64), *mine]) + np.repeat(starts[:-1], [len(one) for one in mine])
     tokens = np.frombuffer(b"".join(row.tokens for row in plan.rows), np.int32)
     # Ids, positions, owned and slots of each space, and both ways of the exchange; then three numbers per row.
     room = 8 * (4 + 2 * len(windows)) * (len(every) + 32 * ctx.cp.size) + 24 * (len(plan.rows) + 32)
     uploads = Uploads(ctx.device, room=room)
     inputs = StepInputs(
         ctx=ctx,
-        ids=uploads.integers(tokens[own + starts[of_row]]),
-        positions=uploads.integers(own + firsts[of_row]),
+        ids=uploads.integers(tokens[own]),
+        positions=uploads.integers(positions[own]),
         num_tokens=int(starts[-1]),
         rows=_rows(plan, mine, starts=starts.tolist()),
         exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx, uploads),
@@ -405,5 +408,7 @@ def _moved_together(rows: Sequence[RowInputs]) -> tuple[tuple[RowInputs, ...], N
 def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:
     if not len(positions):
         return ()
+    if positions[-1] - positions[0] == len(positions) - 1:
+        return (range(int(positions[0]), int(positions[-1]) + 1),)
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return tuple(range(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, breaks))
