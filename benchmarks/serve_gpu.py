@@ -7,7 +7,7 @@
     python -m benchmarks.serve_gpu --device cpu --tiny            whether it runs, in seconds
 
     decode    median step of a batch, over the time to read its weights and its cache once at the speed of a copy
-    uneven    the same at batch 64, where one sequence has 32,768 tokens
+    uneven    the same at batch 64, where one sequence has four long prompts' tokens, as far as the model takes them
     prefill   FLOPs of a prompt's products and attention per second, over those of a large matrix product
     idle      share of a decode step at batch 64 in which the GPU waits for the host
     hit       first token of a prompt whose prefix is in host memory, over that of one whose prefix is on the device
@@ -105,7 +105,7 @@ class Bench:
             if only & {"decode", "idle"}:
                 yield from self._decode(clock)
             if "uneven" in only:
-                yield self._uneven(clock)
+                yield self._uneven(clock, most=llm.engine.info.max_model_len)
             if has_tiers:
                 tiers = {"host_memory": f"{self._options.host_gib}GiB"}
                 with self._open(batch=self._batch, **tiers) as tiered:
@@ -157,9 +157,10 @@ class Bench:
                 if options.kernels:
                     print(f"batch {batch}\n{clock.trace(options.steps).describe(options.kernels)}", flush=True)
 
-    def _uneven(self, clock: Clock) -> Line:
+    def _uneven(self, clock: Clock, *, most: int) -> Line:
         options, batch = self._options, self._batch
-        prompts = [clock.draw(count) for count in (4 * options.prompt, *[options.context] * (batch - 1))]
+        longest = min(4 * options.prompt, most - options.steps - 4 * batch)  # with what `decoding` adds
+        prompts = [clock.draw(count) for count in (longest, *[options.context] * (batch - 1))]
         with clock.decoding(prompts, steps=options.steps) as context:
             seconds = statistics.median(clock.step_seconds(options.steps, batch=batch))
         grown = context - sum(map(len, prompts)) // batch + options.steps / 2

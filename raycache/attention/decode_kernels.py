@@ -2,18 +2,18 @@
 
 The keys of rows are divided into parts (key_parts.py), each for one program per key head, and the last program of a row
 and key head to finish merges what they found, in the same order each time. Attention sinks, and writing the newest key
-and value to their page, are part of the same launch. The table and all other keys are on the device before a step
-begins, so a program reads its last block, with which it begins, before it waits for the kernel in front of it.
+and value to their page, are part of the same launch. In recorded steps the table and all other keys are on the device
+before a step begins, so a program reads its last block, with which it begins, before it waits for the kernel in front.
 
-    row of 300 keys in 4 parts, blocks of 64     [ 0 .. 127 ] [ 128 .. 255 ] [ 256 .. 299 ]
-    programs of a key head                       0            1              2               3 has none, and ends
+    row of 300 keys in 3 parts, blocks of 64     [ 0 .. 127 ] [ 128 .. 255 ] [ 256 .. 299 ]
+    programs of a key head                       0            1              2
 
 Shapes in this file: T rows, H query heads, Hkv key heads, D head size, P pages, R tokens of a page, N parts at most.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,16 +33,17 @@ _AT_ONCE = 8
 """Partial results that are read at once."""
 
 
-def division(num_rows: int, num_heads: int, num_programs: int, *, most: int) -> Division:
-    """Divide the keys of rows.
+def division(num_rows: int, num_heads: int, num_programs: int, *, most: int) -> Division | None:
+    """Divide the keys of rows; None if a program should take all keys of a row.
 
     Args:
         num_rows: T.
         num_heads: Hkv.
-        num_programs: that should run, at least.
-        most: parts of all rows together, for which there is room.
+        num_programs: that should run, about.
+        most: parts of all rows together, for whose results there is room.
     """
-    return Division(min(num_rows + max(num_programs // num_heads, 1), most), _MOST_PARTS, _BLOCK)
+    most = min(num_rows + max(num_programs // num_heads, 1), most)
+    return Division(most, _MOST_PARTS, _BLOCK) if most > num_rows else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Rows:
         table: on the device; rows without keys get zeros.
         keys: of a block, a power of two.
         reads_early: whether no key is written in a step but the last one of each row, which no other row has.
+        is_recorded: whether the table is on the device before a step begins, as in a CUDA graph.
         num_warps: of a program.
         partial: float32, for the results of parts, [N, Hkv, H / Hkv, D + 2]; any contents. None if a program takes all
             keys of a row, like `counts`.
@@ -62,28 +64,38 @@ class Rows:
     table: StaticTable
     keys: int
     reads_early: bool
+    is_recorded: bool = True
     num_warps: int = 4
     partial: Tensor | None = None
     counts: Tensor | None = None
 
     @classmethod
-    def whole(cls, table: StaticTable, window: int, *, reads_early: bool) -> Rows:
+    def whole(cls, table: StaticTable, window: int, *, reads_early: bool, is_recorded: bool = True) -> Rows:
         """For one program that takes the keys of a window at once."""
-        return cls(table, max(16, triton.next_power_of_2(window)), reads_early)
+        return cls(table, max(16, triton.next_power_of_2(window)), reads_early, is_recorded)
 
     @classmethod
     def divided(
-        cls, table: StaticTable, num_heads: int, buffer: Tensor, *, reads_early: bool, num_warps: int = 4
+        cls,
+        table: StaticTable,
+        num_heads: int,
+        buffer: Tensor,
+        *,
+        reads_early: bool,
+        is_recorded: bool = True,
+        num_warps: int = 4,
     ) -> Rows:
-        """For any number of keys.
+        """For any number of keys, in the parts of the table if it has some.
 
         Args:
-            table: with a `division`.
             num_heads: Hkv.
             buffer: uint8, whose contents may be overwritten.
         """
+        rows = cls(table, _BLOCK, reads_early, is_recorded, num_warps)
+        if not len(table.parts):
+            return rows
         counts = torch.zeros(len(table.lens) * num_heads, dtype=torch.int32, device=buffer.device)
-        return cls(table, _BLOCK, reads_early, num_warps, buffer.view(torch.float32), counts)
+        return replace(rows, partial=buffer.view(torch.float32), counts=counts)
 
 
 def attend(
@@ -138,7 +150,9 @@ def attend(
         "READS_EARLY": rows.reads_early,
     }
     grid = num_keys, num_parts
-    _attend[grid](*tensors, *pointers, scale, *strides, **sizes, num_warps=rows.num_warps, **early(q.device))
+    # What is copied to the device within a step is there for sure only when the kernel in front has ended.
+    launch = early(q.device) if rows.is_recorded else {"IS_EARLY": False}
+    _attend[grid](*tensors, *pointers, scale, *strides, **sizes, num_warps=rows.num_warps, **launch)
     return out
 
 
@@ -231,8 +245,7 @@ def _attend(
     result, most, total = _with_keys(
         result, most, total, queries, k, v, pages, begin, last, key_head, factor, DIM, PAGE, NUM_KEY_HEADS, KEYS
     )
-    used = tl.cdiv(length - first, tl.maximum(part_len, 1))
-    if IS_DIVIDED and used > 1:
+    if IS_DIVIDED and num_parts > 1:
         stats = partial + tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * NUM_QUERIES * DIM
         own = (part * NUM_KEY_HEADS + key_head) * NUM_QUERIES + query
         tl.store(partial + own[:, None] * DIM + feature[None, :], result, mask=is_query[:, None])
@@ -240,12 +253,12 @@ def _attend(
         tl.store(stats + own * 2 + 1, total, mask=is_query)
         tl.debug_barrier()
         group = row * NUM_KEY_HEADS + key_head
-        if tl.atomic_add(counts + group, 1, sem="acq_rel") == used - 1:
+        if tl.atomic_add(counts + group, 1, sem="acq_rel") == num_parts - 1:
             tl.store(counts + group, 0)
             member = tl.arange(0, GROUP)
             earliest = (first_part * NUM_KEY_HEADS + key_head) * NUM_QUERIES
             every, highest, weights = _merged(
-                partial, stats, earliest, used, member, feature, DIM, NUM_KEY_HEADS, NUM_QUERIES, GROUP, AT_ONCE
+                partial, stats, earliest, num_parts, member, feature, DIM, NUM_KEY_HEADS, NUM_QUERIES, GROUP, AT_ONCE
             )
             _store(
                 every,

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,12 +56,14 @@ keys."""
 SHORT_WINDOW = 128
 """Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
 
+_Kind = Literal["one", "few", "many"]
+
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256, 512)
 
 FEW_KEY_HEADS = 32
-"""Key heads of all rows together, up to which recorded steps run two programs of four warps per multiprocessor; others
-four of two warps, which is faster for many (docs/adr/0023)."""
+"""Rows times key heads, up to which recorded steps run two programs of four warps per multiprocessor; others run four
+of two warps, which is faster for many (docs/adr/0023)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +153,24 @@ class OneQuery:
         self._scale = heads.scale
         if _is_short(layers):
             self._table = StaticTable(static, kernels.device)
-            self._rows = Rows.whole(self._table, layers.window, reads_early=is_apart)
+            self._rows = Rows.whole(self._table, layers.window, reads_early=is_apart, is_recorded=is_recorded)
             return
-        # Steps that are not recorded have any number of rows, but one kernel.
+        # Steps that are not recorded have any number of rows, but one kernel. Larger heads, or more queries per key
+        # head, need the registers of four warps.
         is_few = is_recorded and static.num_rows * heads.keys <= FEW_KEY_HEADS
+        num_warps = 4 if is_few or heads.dim > WIDEST or heads.queries > 16 * heads.keys else 2
         # The buffer has float32 results and two more numbers for each query head.
         most = kernels.partial.nbytes // (4 * heads.queries * (heads.dim + 2))
-        num_programs = kernels.num_blocks * (1 if is_few else 2)
-        divided = division(static.num_rows, heads.keys, num_programs, most=most)
+        divided = division(static.num_rows, heads.keys, kernels.num_blocks * 4 // num_warps, most=most)
         self._table = StaticTable(static, kernels.device, divided)
-        # Larger heads, or more queries per key head, need the registers of four warps.
-        num_warps = 4 if is_few or heads.dim > WIDEST or heads.queries > 16 * heads.keys else 2
-        self._rows = Rows.divided(self._table, heads.keys, kernels.partial, reads_early=is_apart, num_warps=num_warps)
+        self._rows = Rows.divided(
+            self._table,
+            heads.keys,
+            kernels.partial,
+            reads_early=is_apart,
+            is_recorded=is_recorded,
+            num_warps=num_warps,
+        )
 
     @staticmethod
     def is_better(layers: Layers) -> bool:
@@ -197,8 +204,7 @@ class _Singles:
     """Rows of one query in a step that has other rows, too, and is not recorded."""
 
     def __init__(self, kernels: KernelCache, layers: Layers, table: Table) -> None:
-        counts = np.diff(table.indptr)
-        rows = StaticRows(len(counts), int(counts.max()))
+        rows = StaticRows.of(len(table.lens), len(table.ids))
         self._one_query = OneQuery(kernels, layers, rows, is_apart=False, is_recorded=False)
         self._one_query.fill(table)
 
@@ -300,8 +306,8 @@ class FullKernels:
             # What is in the window differs between rows, and FlashInfer takes one number for all.
             if static is None:
                 assert not self._layout.chunks, "with a window, chunks pass keys"
-                counts = np.diff(inputs.places[layers.space].pages.indptr)
-                static = StaticRows(len(counts), int(counts.max(initial=0)))
+                pages = inputs.places[layers.space].pages
+                static = StaticRows.of(len(pages.total), len(pages.ids))
                 return OneQuery(self._kernels, layers, static, is_apart=False, is_recorded=False)
         elif static is None or not OneQuery.is_better(layers):
             return None
@@ -326,7 +332,6 @@ class FullKernels:
             table = page_table(places.pages, some, lens, queries=[row.tokens for row in rows], page_len=page_len)
             kernel: PagedKernel | _Singles
             if kind == "one":
-                table = replace(table, begins=places.pages.begins[some])
                 kernel = _Singles(self._kernels, self._layers, table)
             else:
                 kernel = self._kernels.paged(self._layers, heads, is_few=kind == "few")
@@ -335,15 +340,18 @@ class FullKernels:
         self._is_partition = is_partition([planned.tokens for planned in found], self._layout.inputs.num_tokens)
         return found
 
-    def _by_queries(self, lens: Ints) -> dict[Literal["one", "few", "many"], list[int]]:
+    def _by_queries(self, lens: Ints) -> dict[_Kind, list[int]]:
         """Rows with keys, by how many queries they have."""
-        rows, fewest = self._layout.inputs.rows, 1 if OneQuery.is_better(self._layers) else 0
-        found: dict[Literal["one", "few", "many"], list[int]] = {}
+        rows, has_kernel = self._layout.inputs.rows, OneQuery.is_better(self._layers)
+        found: dict[_Kind, list[int]] = {}
         for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
-            if count and i not in self._copied:
-                length = len(row.tokens)
-                kind: Literal["one", "few", "many"] = "few" if length < FEW_QUERIES else "many"
-                found.setdefault("one" if length <= fewest else kind, []).append(i)
+            if not count or i in self._copied:
+                continue
+            if has_kernel and len(row.tokens) == 1:
+                kind: _Kind = "one"
+            else:
+                kind = "few" if len(row.tokens) < FEW_QUERIES else "many"
+            found.setdefault(kind, []).append(i)
         return found
 
 

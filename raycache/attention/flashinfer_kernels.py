@@ -100,7 +100,7 @@ class KernelCache:
 
     def paged(self, key: Hashable, heads: Heads, *, is_few: bool) -> PagedKernel:
         """The kernel with this key, for rows with few or many queries. If both use one family, they have a plan each,
-        since in one plan a long row of one query would not be split beside a long chunk."""
+        since in one plan the keys of a row of few queries would not be split beside a long chunk."""
         family = self.family(heads.dim, is_few=is_few)
         return self.kernel((key, is_few), functools.partial(PagedKernel, self, family, None))
 

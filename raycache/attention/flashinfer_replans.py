@@ -27,13 +27,24 @@ from raycache.parallel.uploads import keep, upload
 
 _log = logging.getLogger(__name__)
 
+_OF_TABLE = ("queries", "indptr", "last", "lens", "begins")
+
 
 @dataclass(frozen=True, slots=True)
 class StaticRows:
-    """Size of a CUDA graph: rows of one query each, and maximum pages per row."""
+    """Size of a table of rows of one query each.
+
+    Attributes:
+        max_pages: per row, on average.
+    """
 
     num_rows: int
     max_pages: int
+
+    @classmethod
+    def of(cls, num_rows: int, num_pages: int) -> StaticRows:
+        """For rows that have so many pages together."""
+        return cls(num_rows, -(-num_pages // max(num_rows, 1)))
 
 
 @dataclass(slots=True)
@@ -69,7 +80,7 @@ class StaticTable:
 
     def __init__(self, static: StaticRows, device: torch.device, division: Division | None = None) -> None:
         rows, self._division = static.num_rows, division
-        lengths = {"queries": rows + 1, "indptr": rows + 1, "last": rows, "lens": rows, "begins": rows}
+        lengths = dict(zip(_OF_TABLE, (rows + 1, rows + 1, rows, rows, rows), strict=True))
         lengths |= {"firsts": 0, "parts": 0} if division is None else {"firsts": rows + 1, "parts": division.most}
         # Each begins at a multiple of 16 bytes, as FlashInfer's own do.
         room = [-(-length // 4) * 4 for length in lengths.values()]
@@ -90,7 +101,7 @@ class StaticTable:
     def fill(self, table: Table) -> None:
         """Copy a table to the device."""
         with self._filling:
-            for name in ("queries", "indptr", "last", "lens", "begins"):
+            for name in _OF_TABLE:
                 found = getattr(table, name)
                 self._columns[name][:] = 0 if found is None else found
             if self._division is not None:

@@ -102,15 +102,13 @@ def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, queries: Sequen
         queries: of each of all rows, among the tokens that the kernel is given.
         page_len: tokens per page.
     """
-    if len(rows) == len(queries):
-        starts = pages.indptr[:-1]
-    else:
-        lens, starts = lens[list(rows)], pages.indptr[:-1][list(rows)]
+    begins, starts = pages.begins, pages.indptr[:-1]
+    if len(rows) < len(queries):
+        lens, begins, starts = (column[list(rows)] for column in (lens, begins, starts))
     chosen = [queries[row] for row in rows]
     indptr, ids = _attended(pages, starts, lens, page_len)
-    return Table(
-        together(chosen), starts_of([len(some) for some in chosen]), indptr, ids, lens.astype(np.int32), page_len
-    )
+    starts_of_queries = starts_of([len(some) for some in chosen])
+    return Table(together(chosen), starts_of_queries, indptr, ids, lens.astype(np.int32), page_len, begins)
 
 
 def decode_table(pages: Pages, lens: Ints, *, page_len: int) -> Table:

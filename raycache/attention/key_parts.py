@@ -36,8 +36,8 @@ class Division:
             lens: int32 [n], keys of each row.
             begins: int32 [n], those before its window; None for no windows.
         Returns:
-            firsts, int32 [n + 1]: the parts of row i are firsts[i] to firsts[i + 1] - 1, at least one; they have
-            ceil(blocks of the row / parts of the row) blocks each, as far as there are any.
+            firsts, int32 [n + 1]: the parts of row i are firsts[i] to firsts[i + 1] - 1, at least one. Each but the
+            last has ceil(blocks of the row / parts of the row) blocks.
             rows, int32 [most]: the row of each part. Those behind the last one are further parts of row 0, without
             keys.
         """

@@ -27,8 +27,9 @@ from raycache.memory.rows import ALIGN
 _log = logging.getLogger(__name__)
 
 MOST_COPIES = 512
-"""Copies of one call. Thousands in a call of CUDA 13.0 crash the process, or end all work on the GPU with "unspecified
-launch failure", where the GPU is slow to begin them (benchmarks/results/2026-11-29-h200-decode-attention.md)."""
+"""Copies of one call. With 2,295 in a call, CUDA 13.0 crashed on an H200 that was slow to begin them, since others used
+it, too: with a segmentation fault, or "unspecified launch failure" for all later work; with 1,024 it did not
+(benchmarks/results/2026-11-29-h200-decode-attention.md)."""
 
 
 class Event(Protocol):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 PAGE = 64
 ERROR = 0.008
 """Relative, of each row; bfloat16 rounds by 0.2 %."""
-LENGTHS = [1, 17, 0, 64, 65, 300, 1100, 9000]
+LENGTHS = [0, 17, 1, 64, 65, 300, 1100, 9000]
 
 
 class Pages:
@@ -39,7 +39,9 @@ class Pages:
         from raycache.attention.decode_kernels import Rows, division
 
         lens, begins = (column.cpu().numpy() for column in (self.table.lens, self.table.begins))
-        parts = division(len(lens), self.num_key_heads, num_programs, most=20_000).parts(lens, begins)
+        divided = division(len(lens), self.num_key_heads, num_programs, most=20_000)
+        assert divided is not None
+        parts = divided.parts(lens, begins)
         self.table.firsts, self.table.parts = (torch.from_numpy(column).cuda() for column in parts)
         return Rows.divided(self.table, self.num_key_heads, buffer, reads_early=reads_early, num_warps=num_warps)
 
@@ -92,6 +94,18 @@ def test_rows_of_any_length(programs: int, num_warps: int, heads: tuple[int, int
         torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
         assert before is None or torch.equal(out, before), "the order of a sum differs"
         before = out
+
+
+def test_a_program_takes_all_keys_of_a_row_where_there_is_no_room_for_parts() -> None:
+    from raycache.attention.decode_kernels import Rows, attend, division
+
+    assert division(8, 4, 528, most=8) is None
+    pages = Pages(LENGTHS, (16, 4), 128)
+    pages.table.parts = pages.table.ids[:0]
+    for is_recorded in (True, False):
+        buffer = torch.empty(0, dtype=torch.uint8, device="cuda")
+        rows = Rows.divided(pages.table, 4, buffer, reads_early=False, is_recorded=is_recorded)
+        check(attend(pages.q, pages.k, pages.v, rows, scale=128**-0.5, sinks=None), pages.right(0, None)[0])
 
 
 @pytest.mark.parametrize("window", [100, 128, 1000])

@@ -54,7 +54,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def cold() -> None:
-    """Let this process forget the kernels that Triton has loaded for other tests, and who listened to it there."""
+    """Let this process forget the kernels that Triton has loaded for other tests, and the listener that an engine of
+    another test has left."""
     triton.knobs.compilation.listener = None
     gc.collect()
     for one in gc.get_objects():

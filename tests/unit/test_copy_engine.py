@@ -22,11 +22,13 @@ class Runtime:
     Attributes:
         counts: copies of each call.
         orders: when each call's sources may be read, as CUDA numbers them.
+        fails_at: number of the call that fails, from 1; 0 for none.
     """
 
     def __init__(self) -> None:
         self.counts: list[int] = []
         self.orders: list[int] = []
+        self.fails_at = 0
 
     def cudaMemcpyBatchAsync(
         self, to: Any, source: Any, num_bytes: Any, count: Any, attributes: Any, *more: Any
@@ -40,12 +42,15 @@ class Runtime:
         self.counts.append(count.value)
         self.orders.append(attributes[0])
         assert more[-1].value == STREAM.cuda_stream
-        return 0
+        return self._code()
 
     def cudaMemcpyAsync(self, to: Any, source: Any, num_bytes: Any, kind: int, stream: Any) -> int:
         ctypes.memmove(to.value, source.value, num_bytes.value)
         self.counts.append(1)
-        return 0 if num_bytes.value else 1
+        return self._code()
+
+    def _code(self) -> int:
+        return 719 if len(self.counts) == self.fails_at else 0
 
 
 @pytest.fixture
@@ -72,8 +77,12 @@ def test_any_number_of_copies_arrives_in_calls_of_few(has_batches: bool, count: 
     assert set(runtime.orders) <= {3 if count % 2 else 1}
 
 
-def test_an_error_of_the_runtime_is_reported(runtime: Runtime) -> None:
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_an_error_of_any_call_is_reported(has_batches: bool, runtime: Runtime) -> None:
     some = np.zeros(16, np.uint8)
-    copies = np.array([[some.ctypes.data], [some.ctypes.data], [0]], np.uint64)
-    with pytest.raises(RuntimeError, match="CUDA rejected copies to or from the host"):
-        CopyEngine(has_batches=False).copy(copies, STREAM)
+    copies = np.full((3, 600), some.ctypes.data, np.uint64)
+    copies[2] = 16
+    runtime.fails_at = 2
+    with pytest.raises(RuntimeError, match=r"CUDA rejected copies to or from the host \(error 719\)"):
+        CopyEngine(has_batches=has_batches).copy(copies, STREAM)
+    assert len(runtime.counts) == 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.flashinfer_replans import StaticRows, StaticTable
+from raycache.attention.key_parts import Division
 from raycache.memory import streams
 from raycache.rank.decode_batch import DecodeBatch
 from tests.unit.test_decode_batch import plan_of, seat
@@ -47,11 +48,16 @@ def test_a_decode_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_at_fixed_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = StaticTable(StaticRows(ROWS, MAX_PAGES), torch.device("cpu"))
+    division = Division(ROWS + 4, 3, 8)
+    table = StaticTable(StaticRows(ROWS, MAX_PAGES), torch.device("cpu"), division)
     device = Device(lambda: table._host)
     monkeypatch.setattr(streams, "after_compute", lambda _: device)
     contents = []
     for lens in ([3, 9, 1], [4, 9, 2], [20, 1, 7]):
-        table.fill(table_of(lens))
+        given = table_of(lens)
+        table.fill(given)
+        firsts, parts = division.parts(given.lens, given.begins)
+        assert table.firsts.tolist() == firsts.tolist() and table.parts.tolist() == parts.tolist()
+        assert table.lens.tolist() == lens and table.ids[: len(given.ids)].tolist() == given.ids.tolist()
         contents.append(table._host.tolist())
     assert device.copied == contents[:-1] and contents[0] != contents[1] != contents[2]
