@@ -108,7 +108,6 @@ def attend(
     sinks: Tensor | None,
     new: tuple[Tensor, Tensor] | None = None,
     lse: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last token of each row to the keys of its pages.
 
@@ -119,12 +118,11 @@ def attend(
         new: the last key and value of each row, [T, Hkv, D] each, whose tokens may be apart, to be written to its last
             page; None if they are there.
         lse: float32 [T, H], gets the log-sum-exp of the scores to base 2, without sinks; -inf without keys.
-        out: [T, H, D] contiguous, gets the results; None to make it.
     Returns:
-        [T, H, D]
+        New [T, H, D].
     """
     (num_rows, num_heads, dim), (_, page, num_keys, _) = q.shape, k.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group, table = num_heads // num_keys, rows.table
     assert new is None or (rows.reads_early and new[0][0].is_contiguous() and new[1][0].is_contiguous())
     new_k, new_v = (q, q) if new is None else new

@@ -192,12 +192,11 @@ class OneQuery:
         sinks: Tensor | None = None,
         new: tuple[Tensor, Tensor] | None = None,
         lse: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
         """See `decode_kernels.attend`."""
         from raycache.attention.decode_kernels import attend
 
-        return attend(q, k, v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse, out=out)
+        return attend(q, k, v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse)
 
 
 class _Singles:
@@ -214,7 +213,8 @@ class _Singles:
         """As `PagedKernel.run`. Log-sum-exps are to base 2; there are always some, so that one kernel is built."""
         assert lse_base != "ln"
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        return self._one_query.run(q, k, v, lse=lse, out=out), lse
+        found = self._one_query.run(q, k, v, lse=lse)
+        return found if out is None else out.copy_(found), lse
 
 
 def _is_short(layers: Layers) -> bool:

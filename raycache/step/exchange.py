@@ -111,7 +111,7 @@ class TokenExchange:
         what = np.zeros(len(locals_) * padded_len if several else 0, np.int64)
         where = np.zeros(int(starts[-1]) if several else 0, np.int64)
         for rank, rows in enumerate(locals_ if several else ()):
-            tokens = np.concatenate([np.empty(0, np.int64), *rows]) + np.repeat(starts[:-1], list(map(len, rows)))
+            tokens = among_all(rows, starts)
             padded = rank * padded_len + np.arange(len(tokens))
             what[padded] = tokens
             where[tokens] = padded
@@ -203,6 +203,16 @@ class TokenExchange:
         padded = local.new_zeros((self.padded_len, *local.shape[1:]))
         padded[: self.num_local] = local
         return padded
+
+
+def among_all(rows: Sequence[NDArray[np.int64]], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Indices among all T tokens of some tokens of each row.
+
+    Args:
+        rows: indices in each row.
+        starts: start of each row among all tokens, followed by T.
+    """
+    return np.concatenate([np.empty(0, np.int64), *rows]) + np.repeat(starts[:-1], [len(row) for row in rows])
 
 
 @dataclass(frozen=True, slots=True)

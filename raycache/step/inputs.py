@@ -21,7 +21,7 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.owned_tokens import owned_prefix_lens, owned_slots
 from raycache.parallel.uploads import Uploads
 from raycache.step import page_tables
-from raycache.step.exchange import Exchange, HeadExchange, TokenExchange
+from raycache.step.exchange import Exchange, HeadExchange, TokenExchange, among_all
 from raycache.wire.plan import StepPlan, is_emitted, local_positions
 
 PageTables = Mapping[str, NDArray[np.int32]]
@@ -261,10 +261,7 @@ def build_inputs(
     firsts = np.array([row.start for row in plan.rows], np.int64)
     every = _rows_of([row.num_tokens for row in plan.rows])
     positions = np.arange(len(every)) + (firsts - starts[:-1])[every]
-    # Of all tokens, those that this rank computes.
-    own: slice | NDArray[np.int64] = slice(None)
-    if ctx.cp.size > 1 and not has_all_tokens:
-        own = np.concatenate([np.empty(0, np.int64), *mine]) + np.repeat(starts[:-1], [len(one) for one in mine])
+    own = slice(None) if ctx.cp.size == 1 or has_all_tokens else among_all(mine, starts)
     tokens = np.frombuffer(b"".join(row.tokens for row in plan.rows), np.int32)
     # Ids, positions, owned and slots of each space, and both ways of the exchange; then three numbers per row.
     room = 8 * (4 + 2 * len(windows)) * (len(every) + 32 * ctx.cp.size) + 24 * (len(plan.rows) + 32)
