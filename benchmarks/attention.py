@@ -3,11 +3,11 @@
     python -m benchmarks.attention
     python -m benchmarks.attention --only "heads of 512" --json out.json
 
-Decode steps are recorded in CUDA graphs, as they are in service. "bare" is the same work without the backend: for
-latents the write of the new ones, both absorbing products and FlashInfer's kernel, recorded in the same way; "kernel"
-is the kernel alone. Bytes are those of the cache that is read once, operations those of the scores and values that
-causal queries see. "slots" is attention to selected latents as under cp and for FP8, which reads on the device how many
-there are. All are measured in turns in one run; the median of the repeats counts.
+Decode steps are recorded in CUDA graphs, as they are in service. "bare" is the same work without the backend: the write
+of new keys and values, or of latents with both absorbing products, and FlashInfer's kernel, recorded in the same way;
+"kernel" is the kernel alone. Bytes are those of the cache that is read once, operations those of the scores and values
+that causal queries see. "slots" is attention to selected latents as under cp and for FP8, which reads on the device how
+many there are. All are measured in turns in one run; the median of the repeats counts.
 """
 
 from __future__ import annotations
@@ -214,17 +214,38 @@ def by_slots(kernels: KernelCache, inputs: StepInputs, heads: int, *, is_fp8: bo
     return SlotAttention(kernels, layers, StepLayout(inputs)).attend
 
 
-def kv_decode(*, heads: tuple[int, int], dim: int, rows: int, length: int, repeats: int) -> dict[str, float]:
-    """Us of `rows` rows with `length` tokens through the backend, and host time of planning another step."""
-    batch = Batch([(length - 1, 1)] * rows, kv("kv", [0], heads=heads[1], dim=dim, fmt=FMT))
-    pool = batch.pool()
+def kv_decode(*, heads: tuple[int, int], dim: int, lengths: list[int], repeats: int) -> dict[str, float]:
+    """Us of rows with so many tokens: backend, bare, and host time of planning another step."""
+    batch = Batch([(length - 1, 1) for length in lengths], kv("kv", [0], heads=heads[1], dim=dim, fmt=FMT))
+    pool, rows = batch.pool(), len(lengths)
     view = pool.kv(0)
     q, k, v = drawn(rows, heads[0], dim), drawn(rows, heads[1], dim), drawn(rows, heads[1], dim)
     step, inputs = static_step(batch, pool)
-    found = times_us(
-        {"backend": recorded(lambda: step.attend(view, q, k, v, scale=SCALE, sinks=None))}, repeats=repeats
+
+    import flashinfer
+
+    places = inputs.places[FULL]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
     )
-    return found | {"replan on the host": replan_us(step, inputs, repeats=repeats)}
+    last = (places.pages.total - 1) % PAGE + 1
+    columns = np.arange(rows + 1, dtype=np.int32), places.pages.indptr, places.pages.ids, last
+    wrapper.plan(
+        *(torch.from_numpy(column).to(DEVICE) for column in columns),
+        *heads,
+        dim,
+        PAGE,
+        causal=True,
+        sm_scale=SCALE,
+        q_data_type=torch.bfloat16,
+    )
+
+    def bare() -> None:
+        view.write(places.slots, k, v)
+        wrapper.run(q, (view.k, view.v))
+
+    calls = {"backend": recorded(lambda: step.attend(view, q, k, v, scale=SCALE, sinks=None)), "bare": recorded(bare)}
+    return times_us(calls, repeats=repeats) | {"replan on the host": replan_us(step, inputs, repeats=repeats)}
 
 
 def replan_us(step: FlashInferStaticStep, inputs: StepInputs, *, repeats: int) -> float:
@@ -305,18 +326,29 @@ def latent_figures(_: Ceilings, *, only: str, repeats: int) -> Figures:
 def kv_figures(ceilings: Ceilings, *, only: str, repeats: int) -> Figures:
     """Decode steps over keys and values."""
     figures: Figures = {}
-    for (heads, keys), dim, rows, length in (
-        ((32, 8), 128, 64, 4096),
-        ((32, 8), 128, 64, 1024),
-        ((32, 8), 128, 1, 8192),
-        ((32, 8), 128, 256, 1024),
-        ((16, 2), 512, 32, 8192),
-        ((16, 2), 512, 1, 8192),
+    for (heads, keys), dim, rows, length, longest in (
+        ((32, 8), 128, 64, 4096, 0),
+        ((32, 8), 128, 64, 1024, 0),
+        ((32, 8), 128, 64, 1024, 32768),
+        ((32, 8), 128, 1, 8192, 0),
+        ((32, 8), 128, 16, 1024, 0),
+        ((32, 8), 128, 256, 1024, 0),
+        ((64, 8), 64, 64, 1024, 0),
+        ((64, 8), 64, 64, 1024, 32768),
+        ((16, 2), 256, 64, 1024, 0),
+        ((16, 2), 256, 256, 1024, 32768),
+        ((16, 2), 512, 32, 8192, 0),
+        ((16, 2), 512, 1, 8192, 0),
     ):
-        if only not in (name := f"decode, {rows} x {length}, {heads} / {keys} heads of {dim}"):
+        name = f"decode, {rows} x {length}, {heads} / {keys} heads of {dim}"
+        lengths = [length] * rows
+        if longest:
+            name, lengths[0] = f"{name}, one row of {longest}", longest
+        if only not in name:
             continue
-        found = kv_decode(heads=(heads, keys), dim=dim, rows=rows, length=length, repeats=repeats)
-        found["GB/s"] = rows * length * keys * dim * 2 * 2 / found["backend"] / 1e3
+        found = kv_decode(heads=(heads, keys), dim=dim, lengths=lengths, repeats=repeats)
+        found["backend / bare"] = found["backend"] / found["bare"]
+        found["GB/s"] = sum(lengths) * keys * dim * 2 * 2 / found["backend"] / 1e3
         found["of the copy"] = found["GB/s"] * 1e9 / ceilings.copy_bytes_s
         figures[name] = found
     return figures
@@ -382,7 +414,7 @@ def main() -> None:
     for make in (latent_figures, kv_figures, prefill_figures, chosen_figures):
         figures |= make(ceilings, only=args.only, repeats=args.repeats)
     for name, found in list(figures.items())[1:]:
-        print(f"{name:48}" + "  ".join(f"{key} {value:,.{1 if value > 10 else 3}f}" for key, value in found.items()))
+        print(f"{name:64}" + "  ".join(f"{key} {value:,.{1 if value > 10 else 3}f}" for key, value in found.items()))
     if args.json:
         write_json(args.json, figures)
 
