@@ -159,7 +159,7 @@ class Bench:
 
     def _uneven(self, clock: Clock, *, most: int) -> Line:
         options, batch = self._options, self._batch
-        longest = min(4 * options.prompt, most - options.steps - 4 * batch)  # with what `decoding` adds
+        longest = min(4 * options.prompt, most - options.steps - 2 * batch - 128)  # with what `decoding` adds
         prompts = [clock.draw(count) for count in (longest, *[options.context] * (batch - 1))]
         with clock.decoding(prompts, steps=options.steps) as context:
             seconds = statistics.median(clock.step_seconds(options.steps, batch=batch))

@@ -10,7 +10,7 @@ With cp=1 nothing needs to be merged. Rows as long as a window are special, sinc
 pages. With more ranks the parts are merged as in layout.py.
 
 Rows with few and with many queries use different kernels, since neither kernel is fast for both. Rows of one query run
-a Triton kernel (decode_kernels.py), but for large heads.
+a Triton kernel (decode_kernels.py), except with large heads.
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
 """
@@ -49,14 +49,15 @@ from raycache.attention.triton_works import triton_works
 from raycache.memory.views import KVView
 from raycache.step.inputs import Places
 
+_Kind = Literal["one", "few", "many"]
+"""How many queries a row has."""
+
 WIDEST = 128
 """Features of the largest heads for which our own kernel is better: others do not fit into registers beside their
 keys."""
 
 SHORT_WINDOW = 128
 """Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
-
-_Kind = Literal["one", "few", "many"]
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256, 512)

@@ -107,14 +107,14 @@ class TokenExchange:
             uploads: collects the arrays, which must be sent before they are read; None to send them here.
         """
         padded_len = max(sum(map(len, rows)) for rows in locals_)
-        several = ctx.cp.size > 1
-        what = np.zeros(len(locals_) * padded_len if several else 0, np.int64)
-        where = np.zeros(int(starts[-1]) if several else 0, np.int64)
-        for rank, rows in enumerate(locals_ if several else ()):
-            tokens = among_all(rows, starts)
-            padded = rank * padded_len + np.arange(len(tokens))
-            what[padded] = tokens
-            where[tokens] = padded
+        what = where = np.empty(0, np.int64)
+        if ctx.cp.size > 1:
+            what, where = np.zeros(len(locals_) * padded_len, np.int64), np.zeros(int(starts[-1]), np.int64)
+            for rank, rows in enumerate(locals_):
+                tokens = among_all(rows, starts)
+                padded = rank * padded_len + np.arange(len(tokens))
+                what[padded] = tokens
+                where[tokens] = padded
         sent = uploads or Uploads(ctx.device, room=8 * (len(where) + len(what)) + 512)
         where_on_device, what_on_device = sent.add(where), sent.add(what)
         if uploads is None:

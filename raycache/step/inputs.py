@@ -403,6 +403,7 @@ def _moved_together(rows: Sequence[RowInputs]) -> tuple[tuple[RowInputs, ...], N
 
 
 def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:
+    """Runs of ascending positions."""
     if not len(positions):
         return ()
     if positions[-1] - positions[0] == len(positions) - 1:
