@@ -25,25 +25,30 @@ from raycache.attention.flashinfer_replans import StaticTable
 from raycache.attention.key_parts import Division
 from raycache.parallel.devices import early
 
-_BLOCK = 64
-"""Keys that a program takes at once."""
+_BLOCK, _WIDE_BLOCK = 64, 32
+"""Keys that a program takes at once, of heads of up to 128 features and of larger ones."""
 _MOST_PARTS = 64
 """Parts of a row."""
 _AT_ONCE = 8
 """Partial results that are read at once."""
 
 
-def division(num_rows: int, num_heads: int, num_programs: int, *, most: int) -> Division | None:
+def division(num_rows: int, num_heads: int, num_programs: int, *, dim: int, most: int) -> Division | None:
     """Divide the keys of rows; None if a program should take all keys of a row.
 
     Args:
         num_rows: T.
         num_heads: Hkv.
         num_programs: that should run, about.
+        dim: D.
         most: parts of all rows together, for whose results there is room.
     """
     most = min(num_rows + max(num_programs // num_heads, 1), most)
-    return Division(most, _MOST_PARTS, _BLOCK) if most > num_rows else None
+    return Division(most, _MOST_PARTS, _block(dim)) if most > num_rows else None
+
+
+def _block(dim: int) -> int:
+    return _BLOCK if dim <= 128 else _WIDE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Rows:
         num_heads: int,
         buffer: Tensor,
         *,
+        dim: int,
         reads_early: bool,
         is_recorded: bool = True,
         num_warps: int = 4,
@@ -90,8 +96,9 @@ class Rows:
         Args:
             num_heads: Hkv.
             buffer: uint8, whose contents may be overwritten.
+            dim: D.
         """
-        rows = cls(table, _BLOCK, reads_early, is_recorded, num_warps)
+        rows = cls(table, _block(dim), reads_early, is_recorded, num_warps)
         if not len(table.parts):
             return rows
         counts = torch.zeros(len(table.lens) * num_heads, dtype=torch.int32, device=buffer.device)

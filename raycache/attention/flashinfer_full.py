@@ -52,9 +52,9 @@ from raycache.step.inputs import Places
 _Kind = Literal["one", "few", "many"]
 """How many queries a row has."""
 
-WIDEST = 128
-"""Features of the largest heads for which our own kernel is better: others do not fit into registers beside their
-keys."""
+WIDE, WIDEST = 128, 256
+"""Features of the largest heads for which our own kernel is better, and for which it is better with many rows. A block
+of keys of larger ones does not fit into registers."""
 
 SHORT_WINDOW = 128
 """Longest window whose keys one program takes at once, of heads of 128: 72 KiB of shared memory."""
@@ -159,24 +159,29 @@ class OneQuery:
         # Steps that are not recorded have any number of rows, but one kernel. Larger heads, or more queries per key
         # head, need the registers of four warps.
         is_few = is_recorded and static.num_rows * heads.keys <= FEW_KEY_HEADS
-        num_warps = 4 if is_few or heads.dim > WIDEST or heads.queries > 16 * heads.keys else 2
+        num_warps = 4 if is_few or heads.dim > WIDE or heads.queries > 16 * heads.keys else 2
         # The buffer has float32 results and two more numbers for each query head.
         most = kernels.partial.nbytes // (4 * heads.queries * (heads.dim + 2))
-        divided = division(static.num_rows, heads.keys, kernels.num_blocks * 4 // num_warps, most=most)
+        num_programs = kernels.num_blocks * 4 // num_warps
+        divided = division(static.num_rows, heads.keys, num_programs, dim=heads.dim, most=most)
         self._table = StaticTable(static, kernels.device, divided)
         self._rows = Rows.divided(
             self._table,
             heads.keys,
             kernels.partial,
+            dim=heads.dim,
             reads_early=is_apart,
             is_recorded=is_recorded,
             num_warps=num_warps,
         )
 
     @staticmethod
-    def is_better(layers: Layers) -> bool:
+    def is_better(kernels: KernelCache, layers: Layers, num_rows: int) -> bool:
         """Whether to use it instead of FlashInfer, with one cp rank or without a window."""
-        return triton_works() and layers.heads.dim <= WIDEST
+        heads = layers.heads
+        # FlashInfer does not divide the keys of so many rows: all would wait for the longest one.
+        is_uneven = heads.dim <= WIDEST and num_rows * heads.keys >= kernels.num_blocks
+        return triton_works() and (heads.dim <= WIDE or is_uneven)
 
     def fill(self, table: Table) -> None:
         """Give the rows their pages."""
@@ -310,7 +315,7 @@ class FullKernels:
                 pages = inputs.places[layers.space].pages
                 static = StaticRows.of(len(pages.total), len(pages.ids))
                 return OneQuery(self._kernels, layers, static, is_apart=False, is_recorded=False)
-        elif static is None or not OneQuery.is_better(layers):
+        elif static is None or not OneQuery.is_better(self._kernels, layers, static.num_rows):
             return None
         longest = 1 if inputs.state_rows is None else inputs.state_rows.longest
         return OneQuery(self._kernels, layers, static, is_apart=longest == 1, is_recorded=True)
@@ -343,7 +348,9 @@ class FullKernels:
 
     def _by_queries(self, lens: Ints) -> dict[_Kind, list[int]]:
         """Rows with keys, by how many queries they have."""
-        rows, has_kernel = self._layout.inputs.rows, OneQuery.is_better(self._layers)
+        rows = self._layout.inputs.rows
+        num_singles = sum(len(row.tokens) == 1 for row in rows)
+        has_kernel = OneQuery.is_better(self._kernels, self._layers, num_singles)
         found: dict[_Kind, list[int]] = {}
         for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
             if not count or i in self._copied:

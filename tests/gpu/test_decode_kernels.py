@@ -39,11 +39,14 @@ class Pages:
         from raycache.attention.decode_kernels import Rows, division
 
         lens, begins = (column.cpu().numpy() for column in (self.table.lens, self.table.begins))
-        divided = division(len(lens), self.num_key_heads, num_programs, most=20_000)
+        dim = self.q.shape[2]
+        divided = division(len(lens), self.num_key_heads, num_programs, dim=dim, most=20_000)
         assert divided is not None
         parts = divided.parts(lens, begins)
         self.table.firsts, self.table.parts = (torch.from_numpy(column).cuda() for column in parts)
-        return Rows.divided(self.table, self.num_key_heads, buffer, reads_early=reads_early, num_warps=num_warps)
+        return Rows.divided(
+            self.table, self.num_key_heads, buffer, dim=dim, reads_early=reads_early, num_warps=num_warps
+        )
 
     def right(self, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """[T, H, D] and [T, H] to base 2, without sinks."""
@@ -99,12 +102,12 @@ def test_rows_of_any_length(programs: int, num_warps: int, heads: tuple[int, int
 def test_a_program_takes_all_keys_of_a_row_where_there_is_no_room_for_parts() -> None:
     from raycache.attention.decode_kernels import Rows, attend, division
 
-    assert division(8, 4, 528, most=8) is None
+    assert division(8, 4, 528, dim=128, most=8) is None
     pages = Pages(LENGTHS, (16, 4), 128)
     pages.table.parts = pages.table.ids[:0]
     for is_recorded in (True, False):
         buffer = torch.empty(0, dtype=torch.uint8, device="cuda")
-        rows = Rows.divided(pages.table, 4, buffer, reads_early=False, is_recorded=is_recorded)
+        rows = Rows.divided(pages.table, 4, buffer, dim=128, reads_early=False, is_recorded=is_recorded)
         check(attend(pages.q, pages.k, pages.v, rows, scale=128**-0.5, sinks=None), pages.right(0, None)[0])
 
 

@@ -195,10 +195,12 @@ def test_a_kernel_that_cannot_be_compiled_is_a_setting_that_cannot_work(monkeypa
         (full.Heads(kv=2, group=1, dim=128), 16),
         (full.Heads(kv=2, group=4, dim=128), 64),
         (full.Heads(kv=1, group=8, dim=64, has_sinks=True), 16),
+        (full.Heads(kv=2, group=4, dim=256), 64),
+        (full.Heads(kv=96, group=2, dim=256), 64),
         (full.Heads(kv=2, group=8, dim=512), 64),
         (full.Heads(kv=1, group=3, dim=512, has_sinks=True), 16),
     ],
-    ids=["128x1", "128x4", "64x8-sinks", "512x8", "512x3-sinks"],
+    ids=["128x1", "128x4", "64x8-sinks", "256x4", "256x2-many", "512x8", "512x3-sinks"],
 )
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_keys_and_values(
@@ -456,13 +458,36 @@ REPLAYED = [DECODES, [(5, 1)], [(290, 1), (1, 1), (16, 1), (130, 1)]]
 
 @pytest.mark.parametrize(
     ("window", "kv_heads", "dim"),
-    [(0, 2, 64), (20, 2, 64), (200, 5, 64), (270, 2, 64), (0, 40, 64), (0, 2, 512), (0, 40, 512)],
-    ids=["plain", "window", "longer-window", "long-window", "many-heads", "wide", "wide-no-split"],
+    [
+        (0, 2, 64),
+        (20, 2, 64),
+        (200, 5, 64),
+        (270, 2, 64),
+        (0, 40, 64),
+        (0, 2, 256),
+        (0, 40, 256),
+        (200, 40, 256),
+        (0, 2, 512),
+        (0, 40, 512),
+    ],
+    ids=[
+        "plain",
+        "window",
+        "longer-window",
+        "long-window",
+        "many-heads",
+        "256",
+        "256-many-heads",
+        "256-many-heads-window",
+        "512",
+        "512-no-split",
+    ],
 )
 def test_a_recorded_decode_step_is_replayed_with_other_rows(
     backend: AttentionBackend, kv_heads: int, window: int, dim: int
 ) -> None:
-    """With 40 wide heads the rows fill a device, and FlashInfer does not split keys. Other heads use our own kernel."""
+    """With 40 heads the rows fill a device, and FlashInfer does not split keys: heads of 256 use our own kernel then,
+    smaller ones always."""
     heads = full.Heads(kv=kv_heads, group=4, dim=dim, has_sinks=window > 0 or dim > 256)
     cases = [case_of(rows, page_size=16, window=window) for rows in REPLAYED]
     component = kv("window" if window else "kv", (0,), heads=kv_heads, dim=dim, fmt=cases[0].fmt, window=window)
