@@ -127,7 +127,7 @@ class RayEngine:
         is_over = False
         try:
             while not is_over:
-                message = await stream.messages.get()
+                message = await stream.receive()
                 is_over = isinstance(message, RayCacheError) or message.finish_reason is not None
                 if isinstance(message, RayCacheError):
                     raise message

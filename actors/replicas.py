@@ -122,10 +122,7 @@ class Replicas:
                     async with aclosing(member.engine.generate(rest)) as outputs:
                         async for output in outputs:
                             self._router.note(route, output)
-                            stream.take(output)
-                            message = stream.messages.get_nowait()
-                            assert isinstance(message, RequestOutput), "take puts what it was given"
-                            yield message
+                            yield stream.note(output)
                 except (QueueFullError, EngineStoppedError) as refusal:
                     refusals[member] = refusal
                     stream.is_resumed |= isinstance(refusal, EngineStoppedError)

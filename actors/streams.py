@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TypeGuard
 
 from raycache.errors import QueueFullError, RayCacheError, RequestError
 from raycache.types import FinishReason, GenerateRequest, RequestOutput
 
 _LEAST_S = 0.001
 """Minimum remaining time of a request: engines reject a timeout of 0."""
+_NOT_FAILED = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(eq=False)
@@ -22,7 +26,6 @@ class Stream:
     Attributes:
         request: as sent by the client, plus a seed, so that another engine draws the same random numbers.
         deadline: in seconds on the monotonic clock; None: none.
-        messages: not yet read by the client: increments, or the error that ended the request.
         tokens: generated so far.
         first: increment with the first token; None before.
         is_ended: whether no more messages follow.
@@ -31,14 +34,39 @@ class Stream:
 
     request: GenerateRequest
     deadline: float | None
-    messages: asyncio.Queue[RequestOutput | RayCacheError] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
     first: RequestOutput | None = None
     is_ended: bool = False
     is_resumed: bool = False
+    _unread: deque[RequestOutput | RayCacheError] = field(default_factory=deque)
+    _has_unread: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `receive` returns at once."""
+        return bool(self._unread)
+
+    async def receive(self) -> RequestOutput | RayCacheError:
+        """Wait for increments, or for the error that ended the request. Those that have come since the last call are
+        one: when there are more tokens than the server can send one by one, it sends several at a time."""
+        await self._has_unread.wait()
+        message = self._unread.popleft()
+        if isinstance(message, RequestOutput):
+            outputs = [message]
+            while self._unread and _has_tokens(following := self._unread[0]):
+                outputs.append(following)
+                self._unread.popleft()
+            message = _join(outputs)
+        if not self._unread:
+            self._has_unread.clear()
+        return message
 
     def take(self, output: RequestOutput) -> None:
-        """Add an increment."""
+        """Add an increment, for `receive`."""
+        self._put(self.note(output))
+
+    def note(self, output: RequestOutput) -> RequestOutput:
+        """Note an increment; returns it as the client gets it."""
         if self.first is None:
             self.first = output
         elif self.is_resumed:
@@ -52,17 +80,46 @@ class Stream:
             )
         self.tokens += output.token_ids
         self.is_ended = output.finish_reason is not None
-        self.messages.put_nowait(output)
+        return output
 
     def end(self, error: RayCacheError) -> None:
         """End the request with an error."""
         self.is_ended = True
-        self.messages.put_nowait(error)
+        self._put(error)
 
     def rest(self, now_s: float) -> GenerateRequest:
         """Return a request for the remaining output."""
         left_s = None if self.deadline is None else max(self.deadline - now_s, _LEAST_S)
         return replace(self.request, output=tuple(self.tokens), timeout_s=left_s)
+
+    def _put(self, message: RequestOutput | RayCacheError) -> None:
+        self._unread.append(message)
+        self._has_unread.set()
+
+
+def _has_tokens(message: RequestOutput | RayCacheError) -> TypeGuard[RequestOutput]:
+    """Whether it is an increment of a request that has not failed."""
+    return isinstance(message, RequestOutput) and bool(message.token_ids) and message.finish_reason in _NOT_FAILED
+
+
+def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Consecutive increments as one."""
+    first, last = outputs[0], outputs[-1]
+    if first is last:
+        return first
+    reused = max(outputs, key=lambda output: output.cached_tokens)
+    logprobs = tuple(chain.from_iterable(output.logprobs or () for output in outputs))
+    return replace(
+        last,
+        token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
+        logprobs=logprobs or None,
+        prompt_logprobs=first.prompt_logprobs,
+        cached_tokens=reused.cached_tokens,
+        cached_by_tier=reused.cached_by_tier,
+        cut_by=first.cut_by or last.cut_by,
+        miss=first.miss or last.miss,
+        queued_s=first.queued_s,
+    )
 
 
 class Streams:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from actors.streams import Stream, Streams
 from raycache.errors import QueueFullError, RequestError
-from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams
+from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
 
 
 def opened(streams: Streams, name: str, **more: object) -> Stream:
@@ -19,8 +21,12 @@ def token(name: str, token_id: int, **more: object) -> tuple[str, RequestOutput]
     return name, RequestOutput(name, (token_id,), **more)
 
 
-def read(stream: Stream) -> list[object]:
-    return [stream.messages.get_nowait() for _ in range(stream.messages.qsize())]
+def read(stream: Stream) -> list[Any]:
+    """All that `receive` gives without waiting."""
+    found = []
+    while stream.has_unread:
+        found.append(asyncio.run(stream.receive()))
+    return found
 
 
 def test_what_is_resumed_is_what_clients_do_not_have_yet_in_the_order_of_arrival() -> None:
@@ -65,9 +71,10 @@ def test_the_first_engine_says_what_was_cached() -> None:
     streams = Streams()
     stream = opened(streams, "a")
     streams.take([token("a", 1, cached_tokens=2, cached_by_tier={"device": 2}, miss=Miss.NEVER_SEEN)])
+    found = read(stream)
     streams.resume()
     streams.take([token("a", 2, cached_tokens=3, cached_by_tier={"host": 3}, miss=Miss.NONE)])
-    told = [(output.cached_tokens, output.cached_by_tier, output.miss) for output in read(stream)]
+    told = [(output.cached_tokens, output.cached_by_tier, output.miss) for output in found + read(stream)]
     assert told == [(2, {"device": 2}, Miss.NEVER_SEEN)] * 2
 
 
@@ -83,3 +90,55 @@ def test_what_a_new_engine_has_no_room_for_comes_again_as_others_end() -> None:
     streams.take([("d", full)])
     assert read(new) == [full], "a client that nobody has accepted is told so"
     assert [r.request_id for r in streams.take([token("b", 2, finish_reason=FinishReason.STOP)])] == ["c"]
+
+
+def test_increments_that_nobody_has_read_yet_are_one() -> None:
+    streams = Streams()
+    stream = opened(streams, "a")
+    entries = [TokenLogprob(token_id, -0.5 * token_id) for token_id in range(5)]
+    reuse = {"cached_tokens": 2, "cached_by_tier": {"host": 2}, "cut_by": "state", "miss": Miss.STATE_MISSING}
+    first = token("a", 1, logprobs=(entries[1],), prompt_logprobs=(None, entries[0]), queued_s=0.5, **reuse)
+    streams.take([first, token("a", 2, logprobs=(entries[2],), drafted_tokens=1, accepted_tokens=1)])
+    streams.take([("a", RequestOutput("a", (3, 4), logprobs=tuple(entries[3:]), drafted_tokens=3, accepted_tokens=2))])
+    (joined,) = read(stream)
+    assert joined == RequestOutput(
+        "a",
+        (1, 2, 3, 4),
+        logprobs=tuple(entries[1:]),
+        prompt_logprobs=(None, entries[0]),
+        queued_s=0.5,
+        drafted_tokens=3,
+        accepted_tokens=2,
+        **reuse,
+    )
+    streams.take([token("a", 5), token("a", 6, finish_reason=FinishReason.STOP)])
+    assert [(each.token_ids, each.finish_reason) for each in read(stream)] == [((5, 6), FinishReason.STOP)]
+    assert stream.tokens == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "end", [RequestError("too long"), RequestOutput("a", finish_reason=FinishReason.ERROR, error="rank 3 is lost")]
+)
+def test_tokens_come_before_the_failure_behind_them(end: RequestError | RequestOutput) -> None:
+    streams = Streams()
+    stream = opened(streams, "a")
+    streams.take([token("a", 1), token("a", 2), ("a", end)])
+    tokens, last = read(stream)
+    assert tokens.token_ids == (1, 2) and tokens.finish_reason is None
+    assert last is end
+
+
+def test_an_increment_that_comes_while_one_waits_for_it_is_read_at_once() -> None:
+    streams = Streams()
+    stream = opened(streams, "a")
+
+    async def receive() -> list[tuple[int, ...]]:
+        found = []
+        for token_id in (7, 8):
+            waiting = asyncio.create_task(stream.receive())
+            await asyncio.sleep(0)
+            streams.take([token("a", token_id)])
+            found.append((await asyncio.wait_for(waiting, 10)).token_ids)
+        return found
+
+    assert asyncio.run(receive()) == [(7,), (8,)]
