@@ -12,7 +12,7 @@ once the row in flight completes, the next row reads that slot and writes to a n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raycache.cache.node import RestorePoint
@@ -65,7 +65,7 @@ class Capacity:
         draft_states: state slots, one per draft token.
     """
 
-    new_pages: dict[str, list[int]]
+    new_pages: dict[str, Sequence[int]]
     read_state: int = -1
     write_state: int = -1
     draft_states: tuple[int, ...] = ()

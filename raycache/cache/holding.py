@@ -8,6 +8,7 @@ adopts once the ranks acknowledge the load.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,7 +131,7 @@ class Holding:
         capacity = Capacity({})
         if missing > 0:
             self.pages.frombytes(pages.tobytes())
-            capacity.new_pages[FULL] = pages.tolist()
+            capacity.new_pages[FULL] = self.pages[-missing:]
             self._transfers.note_new(pages)
         if device.units:
             self.units.take(counts, capacity, next_len=next_len, num_drafts=num_drafts)
@@ -198,9 +199,9 @@ class Holding:
         loaded = None if self.load is None else self.load.point
         return [point for point in (self.checkpoint, loaded) if point is not None]
 
-    def tables(self) -> dict[str, list[int]]:
+    def tables(self) -> dict[str, Sequence[int]]:
         """Space -> page ids from the start of the sequence; -1 for pages not held."""
-        return {FULL: list(self.pages)} | {
+        return {FULL: self.pages[:]} | {
             space: [-1] * window.first + list(window.ids) for space, window in self.units.windows.items()
         }
 

@@ -13,7 +13,7 @@ from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Request, Run
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.decider.rows import RowPlanner
-from raycache.wire.plan import Admit
+from raycache.wire.plan import Admit, PageLists
 
 _MAX_SET_ASIDE = 32
 """Waiting requests that one step may skip because a running request is computing their next page."""
@@ -211,7 +211,7 @@ class Admission:
         return handle.key, request.packed(start, stop)
 
 
-def _admit(run: Run, pages: dict[str, list[int]]) -> Admit:
+def _admit(run: Run, pages: PageLists) -> Admit:
     request, prompt_len, sampling = run.request, run.request.spec.prompt_len, run.request.spec.sampling
     has_penalties = sampling.has_penalties
     return Admit(

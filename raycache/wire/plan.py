@@ -18,6 +18,7 @@ Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, repeat
@@ -41,7 +42,7 @@ PageLists = Mapping[str, Sequence[int]]
 
 NO_PAGES: PageLists = MappingProxyType({})
 
-_DRAFT_STATES = 10  # index of the row field that is a tuple
+_NEW_PAGES, _DRAFT_STATES = 3, 10  # indices of the row fields that are not sent as they are
 
 _SAMPLING_NAMES = tuple(each.name for each in fields(SamplingParams) if each.name != "grammar")
 
@@ -210,7 +211,7 @@ class StepPlan:
     def pack(self) -> bytes:
         """Encode for the wire."""
         admits = [
-            [a.slot, _lists(a.pages), _packed(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)]
+            [a.slot, _packed_ids(a.pages), _packed(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)]
             for a in self.admits
         ]
         rows = [
@@ -218,7 +219,7 @@ class StepPlan:
                 r.slot,
                 r.start,
                 bytes(r.tokens),
-                _lists(r.new_pages) if r.new_pages else {},
+                _packed_ids(r.new_pages) if r.new_pages else {},
                 r.output_position,
                 bytes(r.targets),
                 r.read_state,
@@ -257,7 +258,7 @@ class StepPlan:
         return cls(
             step=step,
             rows=[_row(row) for row in rows],
-            admits=[Admit(a[0], a[1], _sampling(a[2]), *a[3:]) for a in admits],
+            admits=[Admit(a[0], _ids(a[1]), _sampling(a[2]), *a[3:]) for a in admits],
             num_top=num_top,
             is_last=is_last,
             saves=_moves(saves),
@@ -268,6 +269,8 @@ class StepPlan:
 
 
 def _row(wire: list[Any]) -> Row:
+    if wire[_NEW_PAGES]:
+        wire[_NEW_PAGES] = _ids(wire[_NEW_PAGES])
     wire[_DRAFT_STATES] = tuple(wire[_DRAFT_STATES])
     return Row(*wire)
 
@@ -286,8 +289,13 @@ def _batch(space: str, devices: bytes, hosts: bytes, tags: bytes) -> Batch:
     )
 
 
-def _lists(pages: PageLists) -> dict[str, list[int]]:
-    return {space: list(ids) for space, ids in pages.items()}
+def _packed_ids(pages: PageLists) -> dict[str, bytes]:
+    """As bytes, since a prompt may have thousands."""
+    return {space: array("q", ids).tobytes() for space, ids in pages.items()}
+
+
+def _ids(packed: Mapping[str, bytes]) -> PageLists:
+    return {space: array("q", ids) for space, ids in packed.items()}
 
 
 def _packed(sampling: SamplingParams) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +27,9 @@ from raycache.wire.plan import (
 
 token_ids = st.integers(0, 2**31 - 1)
 page_ids = st.dictionaries(
-    st.sampled_from(["full", "window"]), st.lists(st.integers(-1, 2**31 - 1), max_size=5), max_size=2
+    st.sampled_from(["full", "window"]),
+    st.lists(st.integers(-1, 2**31 - 1), max_size=5).map(lambda ids: array("q", ids)),
+    max_size=2,
 )
 optional_counts = st.none() | st.integers(0, 20)
 

@@ -142,4 +142,4 @@ def test_plans_on_the_wire() -> None:
         loads=[Moves.of(4, [Unit("state", 0, 1, 2**63)])],
         is_saved_first=True,
     )
-    assert digest(plan.pack()) == "a9c2277fa01c95f8"
+    assert digest(plan.pack()) == "b8cdd7a6dc3f4f20"
