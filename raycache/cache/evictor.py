@@ -98,16 +98,16 @@ class Evictor:
             is_remembered: whether to call `on_leave` and to leave ghosts.
         """
         given_up: list[PageIds] = []  # list[PageIds]() would build the type at each call
-        missing = num_pages
-        while missing > 0 and (node := self._leaves.first()) is not None:
-            if not node.is_free_leaf:
-                self._leaves.void(node)
+        missing, leaves, on_leave = num_pages, self._leaves, self._on_leave if is_remembered else None
+        while missing > 0 and (node := leaves.first()) is not None:
+            if node.children or node.locks:  # protected since it became a candidate
+                leaves.void(node)
                 continue
             pages = node.pages[-missing:]
             missing -= len(pages)
             given_up.append(pages[::-1])
-            if is_remembered and self._on_leave is not None:
-                self._on_leave(_leaving(node, len(pages)))
+            if on_leave is not None:
+                on_leave(_leaving(node, len(pages)))
             self._drop(node, pages, leaves_ghost=is_remembered)
         return np.concatenate(given_up) if given_up else NO_PAGES
 
@@ -143,14 +143,16 @@ class Evictor:
 
     def _drop(self, node: Node, pages: PageIds, *, leaves_ghost: bool) -> None:
         """Drop the last pages of a free leaf, and the leaf when none is left."""
-        had_point = node.has_point
+        had_point = False
         if node.point is not None:
+            had_point = node.has_point
             if had_point:
                 self._drop_point(node.point, lost="")
             node.point = None
         self._listener.dropped(pages)
-        if len(pages) < node.num_pages:
-            self._trie.trim(node, len(pages))
+        num_pages = len(pages)
+        if num_pages < node.num_pages:
+            self._trie.trim(node, num_pages)
             if had_point:  # it is worth less without the point
                 self._leaves.void(node)
                 self._leaves.push(node)

@@ -119,11 +119,15 @@ class Ghosts:
             samples, end = samples + ghost.samples, ghost.end
             self._forget(ghost)
         self._hang(place, hash(first_page), samples, end)
-        while self._num_bytes > max_bytes and self._num_bytes > _LEAST_BYTES:
+        max_bytes = max(max_bytes, _LEAST_BYTES)
+        while self._num_bytes > max_bytes:
             self._forget(self._by_age.popleft())
+        if len(self._by_age) > 2 * self._num_ghosts + 64:
+            self._remove_forgotten()
 
     def add_rest(self, place: Place, samples: bytearray, *, end: Place | None) -> None:
         """Record evicted pages whose tokens are no longer known; arguments as for `add`."""
+        place.num_rests += 1
         self._hang(place, bytes(samples[:SAMPLE_BYTES]), samples, end)
 
     def give_up(self, place: Place, tokens: bytearray, samples: bytes) -> list[tuple[int, Place]]:
@@ -152,6 +156,8 @@ class Ghosts:
             self._forget(ghost)
             if place.ghosts:
                 ends.append((known // SAMPLE_BYTES, place))
+        if len(self._by_age) > 2 * self._num_ghosts + 64:
+            self._remove_forgotten()
         return ends
 
     def clear(self) -> None:
@@ -170,7 +176,6 @@ class Ghosts:
 
     def _hang(self, place: Place, key: _Key, samples: bytearray, end: Place | None) -> None:
         ghost = place.ghosts[key] = _Ghost(place, key, samples, end)
-        place.num_rests += isinstance(key, bytes)
         self._by_age.append(ghost)
         self._num_ghosts += 1
         self._num_bytes += _GHOST_BYTES + len(samples)
@@ -180,12 +185,14 @@ class Ghosts:
         if place is None:
             return
         del place.ghosts[ghost.key]
-        place.num_rests -= isinstance(ghost.key, bytes)
+        if isinstance(ghost.key, bytes):
+            place.num_rests -= 1
         ghost.place = None
         self._num_ghosts -= 1
         self._num_bytes -= _GHOST_BYTES + len(ghost.samples)
-        if len(self._by_age) > 2 * self._num_ghosts + 64:
-            self._by_age = deque(ghost for ghost in self._by_age if ghost.place is not None)
+
+    def _remove_forgotten(self) -> None:
+        self._by_age = deque(ghost for ghost in self._by_age if ghost.place is not None)
 
 
 def _common(first: bytearray, second: bytes) -> int:

@@ -57,7 +57,7 @@ class Locks:
 
 
 class PrefixHandle:
-    """A locked prefix. Made by `RadixTree.match`; `release` is the only way to unlock it.
+    """A locked prefix. Made by `RadixTree.match`, which locks it; `release` is the only way to unlock it.
 
     Attributes:
         root: seed of its tree of prefixes.
@@ -83,17 +83,18 @@ class PrefixHandle:
         "was_evicted",
     )
 
-    def __init__(self, node: Node, length: int, *, root: bytes, locks: Locks, page_size: int) -> None:
+    def __init__(
+        self, node: Node, length: int, *, root: bytes, locks: Locks, page_size: int, claims: Claims = ()
+    ) -> None:
         self.root = root
         self.length = self.known_length = length
         self.cut_by = ""
         self.was_evicted = False
         self.node = node
-        self.claims: Claims = ()
+        self.claims = claims
         self.is_released = False
         self._locks = locks
         self._page_size = page_size
-        locks.add(node)
 
     @property
     def point(self) -> RestorePoint | None:
@@ -124,15 +125,15 @@ class PrefixHandle:
 
     def pages_from(self, first: int) -> PageIds:
         """Page ids of the prefix from index `first` on; costs O(pages returned)."""
-        runs = []
         node, missing = self.node, self.length // self._page_size - first
+        if 0 < missing <= node.num_pages:
+            return node.pages[-missing:].copy()
+        runs = []
         while missing > 0:
             assert node.parent is not None, "the handle is longer than its path to the root"
             runs.append(node.pages[-missing:])
             missing -= node.num_pages
             node = node.parent
-        if len(runs) == 1:
-            return runs[0].copy()
         return np.concatenate(runs[::-1]) if runs else np.empty(0, np.intp)
 
     def page(self, index: int) -> int:
@@ -147,17 +148,21 @@ class PrefixHandle:
     def clone(self) -> PrefixHandle:
         """Return an independent lock on the same prefix."""
         assert not self.is_released, "the handle is released"
-        clone = PrefixHandle(self.node, self.length, root=self.root, locks=self._locks, page_size=self._page_size)
-        clone.known_length, clone.cut_by = self.known_length, self.cut_by
-        clone.was_evicted, clone.claims = self.was_evicted, self.claims
+        node = self.node
+        node.locks += 1  # it is protected already
+        clone = PrefixHandle(
+            node, self.length, root=self.root, locks=self._locks, page_size=self._page_size, claims=self.claims
+        )
+        clone.known_length, clone.cut_by, clone.was_evicted = self.known_length, self.cut_by, self.was_evicted
         return clone
 
     def move(self, node: Node, *, now: int, claims: Claims) -> None:
         """Lock `node`, at or below the current one, instead of it, and count a use. Called by the tree only."""
         assert not self.is_released, "the handle is released"
         if node is not self.node:
-            self._locks.add(node)  # before unlocking, so that the walk stops at the old node
-            self._locks.remove(self.node)
+            self._locks.add(node)
+            assert self.node.locked_children, "a handle only moves down"
+            self.node.locks -= 1  # it stays protected, as its descendant is
             self.node = node
         self.claims = claims
         node.use(now, claims)

@@ -256,13 +256,6 @@ class Node(Evictable):
         self.num_pages -= num_pages
         return front
 
-    def drop_back(self, num_pages: int, *, page_bytes: int) -> None:
-        """Drop the last `num_pages` pages, fewer than all; their samples stay."""
-        self.num_pages -= num_pages
-        self.num_trimmed += num_pages
-        self.pages = self.pages[: self.num_pages]
-        del self.key[-num_pages * page_bytes :]
-
     def forget_tail(self) -> None:
         """Forget pages that were trimmed off the end."""
         del self.samples[self.num_pages * SAMPLE_BYTES :]

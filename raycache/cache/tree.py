@@ -69,7 +69,7 @@ class RadixTree:
         assert page_size >= 1, f"a page cannot have {page_size} tokens"
         self.page_size = page_size
         self._spaces = tuple(point_spaces)
-        self._eviction = eviction
+        self._eviction, self._has_claims = eviction, eviction is Eviction.PRIORITY
         self._page_bytes = page_size * _TOKEN_BYTES
         self.trie = Trie(self._page_bytes)
         self._listener = listener or NoListener()
@@ -120,10 +120,10 @@ class RadixTree:
             Handle of whole pages, possibly none. Release it exactly once.
         """
         node, length, known_length, cut_by, was_evicted = self._find(tokens, self.trie.root(root), 0)
-        claims = self._eviction.claims_of(priority, until_s)
-        handle = PrefixHandle(node, length, root=root, locks=self._locks, page_size=self.page_size)
+        claims = self._eviction.claims_of(priority, until_s) if self._has_claims else ()
+        self._locks.add(node)
+        handle = PrefixHandle(node, length, root=root, locks=self._locks, page_size=self.page_size, claims=claims)
         handle.known_length, handle.cut_by, handle.was_evicted = known_length, cut_by, was_evicted
-        handle.claims = claims
         node.use(now, claims)
         self._evictor.count(node, claims, is_longer=length > 0)
         return handle
@@ -139,7 +139,7 @@ class RadixTree:
         above = self.trie.roots.get(root)
         if above is None:
             return 0, 0
-        node, end = self.trie.walk(above, tokens, 0, _limit(tokens, self._page_bytes))
+        node, end, _ = self.trie.walk(above, tokens, 0, _limit(tokens, self._page_bytes))
         known_length = end // _TOKEN_BYTES
         if self._spaces:
             node, end, _ = node.last_point(end, above=above)
@@ -176,7 +176,7 @@ class RadixTree:
         assert limit % self.page_size == 0, f"{limit} tokens are not whole pages of {self.page_size}"
         assert len(tokens) >= limit * _TOKEN_BYTES, f"{limit} tokens requested, got {len(tokens) // _TOKEN_BYTES}"
         start = handle.length * _TOKEN_BYTES
-        node, end = self.trie.walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
+        node, end, _ = self.trie.walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
         handle.length = end // _TOKEN_BYTES
         handle.known_length = max(handle.known_length, handle.length)
         handle.move(node, now=now, claims=handle.claims)
@@ -207,19 +207,18 @@ class RadixTree:
         start = handle.length * _TOKEN_BYTES
         limit = start + len(pages) * self._page_bytes
         assert len(tokens) >= limit, f"{len(pages)} pages after {handle.length} tokens, but {len(tokens) // 4} tokens"
-        node, end = self.trie.walk(handle.node, tokens, start, limit)
-        claims = self._eviction.claims_of(priority, until_s)
+        node, end, page = self.trie.walk(handle.node, tokens, start, limit)
+        claims = self._eviction.claims_of(priority, until_s) if self._has_claims else ()
         if node is not handle.node or end == limit:
             handle.move(node, now=now, claims=claims)
         num_known = (end - start) // self._page_bytes
         if end < limit:
-            node = handle.node
             # Extend the node in place if usage is the same, so that a long output stays one node; not where that would
             # move the end of another handle or of a restore point, nor at a root.
-            is_own = node.locks == 1 and not node.children and node.point is None and node.parent is not None
+            is_own = not node.children and node.locks == 1 and node.point is None and node.parent is not None
             grows = is_own and node.num_uses == 0 and node.claims == claims
             num_before, new = node.num_pages, memoryview(tokens)[end:limit]
-            last = self.trie.append(node, new, pages[num_known:], grows=grows, now=now, claims=claims)
+            last = self.trie.append(node, page, new, pages[num_known:], grows=grows, now=now, claims=claims)
             self._locks.num_pages += node.num_pages - num_before
             handle.move(last, now=now, claims=claims)
             self._listener.added(last, len(pages) - num_known)
@@ -283,8 +282,8 @@ class RadixTree:
         start = first_page * self._page_bytes
         if root not in self.trie.roots or len(tokens) < start + self._page_bytes:
             return NO_PAGES
-        node, end = self.trie.walk(self.trie.roots[root], tokens, 0, start)
-        first = node.children.get(bytes(tokens[start : start + self._page_bytes])) if end == start else None
+        node, end, page = self.trie.walk(self.trie.roots[root], tokens, 0, start)
+        first = node.children.get(page) if end == start else None
         return NO_PAGES if first is None else self._evictor.discard(first)
 
     # --- visit --------------------------------------------------------------------------------------------------------
@@ -300,9 +299,10 @@ class RadixTree:
         root, *runs = node.path()
         assert isinstance(root, Root), "the way up ends at a root"
         length = sum(run.num_pages for run in runs) * self.page_size
-        handle = PrefixHandle(node, length, root=root.seed, locks=self._locks, page_size=self.page_size)
-        handle.claims = node.claims
-        return handle
+        self._locks.add(node)
+        return PrefixHandle(
+            node, length, root=root.seed, locks=self._locks, page_size=self.page_size, claims=node.claims
+        )
 
     def check(self) -> None:
         """Assert every invariant. Walks the whole tree: for tests and idle times."""
@@ -315,9 +315,9 @@ class RadixTree:
 
     def _find(self, tokens: PackedTokens, above: Node, length: int) -> _Found:
         """Find the longest match below `above`, the end of a prefix of `length` tokens."""
-        node, end = self.trie.walk(above, tokens, length * _TOKEN_BYTES, _limit(tokens, self._page_bytes))
+        node, end, page = self.trie.walk(above, tokens, length * _TOKEN_BYTES, _limit(tokens, self._page_bytes))
         known_length, cut_by = end // _TOKEN_BYTES, ""
-        was_evicted = self.trie.was_evicted(node, bytes(tokens[end : end + self._page_bytes]))
+        was_evicted = self.trie.was_evicted(node, page)
         if self._spaces:
             # Blame the space lost nearest to the end of the match; if no restore point was ever kept, all of them.
             node, end, lost = node.last_point(end, above=above)

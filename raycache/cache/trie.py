@@ -43,24 +43,25 @@ class Trie:
             root = self.roots[seed] = Root(seed, self.ghosts.root(seed))
         return root
 
-    def walk(self, node: Node, tokens: PackedTokens, offset: int, limit: int) -> tuple[Node, int]:
+    def walk(self, node: Node, tokens: PackedTokens, offset: int, limit: int) -> tuple[Node, int, bytes]:
         """Follow tokens[offset:limit] (in bytes, whole pages) down from `node`.
 
         Returns:
-            The last matching node, split so that it ends where the match does, and that offset in bytes.
+            The last matching node, split so that it ends where the match does; that offset in bytes; and the page that
+            follows there, possibly of too few tokens.
         """
         page_bytes = self._page_bytes
-        while offset < limit and node.children:
-            child = node.children.get(bytes(tokens[offset : offset + page_bytes]))
+        while True:
+            page = bytes(tokens[offset : offset + page_bytes])
+            child = node.children.get(page) if offset < limit else None
             if child is None:
-                break
+                return node, offset, page
             node, size = child, len(child.key)
             if size > STRIDE_BYTES or offset + size > limit or not tokens.startswith(child.key, offset):
                 size = child.matching_bytes(tokens, offset, limit, page_bytes=page_bytes)
                 if size < len(child.key):
                     node = self._split(child, size)
             offset += size
-        return node, offset
 
     def was_evicted(self, node: Node, page: bytes) -> bool:
         """Whether an uncached page with these tokens (possibly too few) followed a node and was evicted."""
@@ -70,10 +71,13 @@ class Trie:
             return node.tail.startswith(self.ghosts.samples(page))
         return node.place is not None and self.ghosts.has(node.place, page)
 
-    def append(self, node: Node, tokens: memoryview, ids: PageIds, *, grows: bool, now: int, claims: Claims) -> Node:
+    def append(
+        self, node: Node, name: bytes, tokens: memoryview, ids: PageIds, *, grows: bool, now: int, claims: Claims
+    ) -> Node:
         """Add pages after a node; no child of it may start with their first page.
 
         Args:
+            name: packed tokens of the first page.
             tokens: packed tokens of the pages.
             ids: page ids.
             grows: whether to extend the node itself, unless ghosts are attached to its end.
@@ -85,25 +89,32 @@ class Trie:
         key, start = bytearray(tokens), 0
         samples = self.ghosts.samples(key)
         ends: Sequence[tuple[int, Place | None]] = ((len(ids), None),)
-        if node.has_ghosts:
+        if node.num_trimmed or self.was_evicted(node, name):
             ends = self._ends(node, key, samples)
-            grows = grows and not node.has_ghosts
+        grows = grows and not node.has_ghosts
         for end, place in ends:
             run, run_ids, run_samples = key, ids, samples
             if len(ends) > 1:
                 run, run_ids = key[start * self._page_bytes : end * self._page_bytes], ids[start:end]
                 run_samples = samples[start * SAMPLE_BYTES : end * SAMPLE_BYTES]
+                name = bytes(run[: self._page_bytes])
             if grows and start == 0:
                 node.append(run, run_ids, run_samples)
             else:  # the array belongs to the caller
-                node = self._hang(node, run, run_ids.copy(), run_samples, now=now, claims=claims)
+                leaf = Node(node, run, run_ids.copy(), bytearray(run_samples), name=name, last_used=now, claims=claims)
+                node.children[name] = leaf
+                self.num_nodes += 1
+                node = leaf
             node.place, start = place, end
         return node
 
     def trim(self, node: Node, num_pages: int) -> None:
         """Trim the last pages off a leaf, fewer than all; it keeps their samples."""
         self.num_pages -= num_pages
-        node.drop_back(num_pages, page_bytes=self._page_bytes)
+        node.num_pages -= num_pages
+        node.num_trimmed += num_pages
+        node.pages = node.pages[: node.num_pages]
+        del node.key[-num_pages * self._page_bytes :]
 
     def take_off(self, node: Node, *, leaves_ghost: bool) -> Node:
         """Remove a leaf; returns its parent.
@@ -114,8 +125,10 @@ class Trie:
         parent = node.parent
         assert parent is not None and not node.children, "only leaves can be removed"
         if leaves_ghost:  # takes over the samples without a copy
-            max_bytes = self.num_pages * self._page_bytes // _GHOST_SHARE
-            self.ghosts.add(self._place_after(parent), node.name, node.samples, end=node.place, max_bytes=max_bytes)
+            place, max_bytes = parent.place, self.num_pages * self._page_bytes // _GHOST_SHARE
+            if place is None:
+                place = parent.place = Place()
+            self.ghosts.add(place, node.name, node.samples, end=node.place, max_bytes=max_bytes)
         self.num_pages -= node.num_pages
         self.num_nodes -= 1
         del parent.children[node.name]
@@ -167,13 +180,6 @@ class Trie:
         ends: list[tuple[int, Place | None]] = [*self.ghosts.give_up(self._place_after(node), key, samples)]
         num_pages = len(samples) // SAMPLE_BYTES
         return ends if ends and ends[-1][0] == num_pages else [*ends, (num_pages, None)]
-
-    def _hang(self, parent: Node, key: bytearray, ids: PageIds, samples: bytes, *, now: int, claims: Claims) -> Node:
-        name = bytes(key[: self._page_bytes])
-        leaf = Node(parent, key, ids, bytearray(samples), name=name, last_used=now, claims=claims)
-        parent.children[name] = leaf
-        self.num_nodes += 1
-        return leaf
 
     def _place_after(self, node: Node) -> Place:
         """The place at a node's end, with all ghosts attached to it."""
