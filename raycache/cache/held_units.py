@@ -90,6 +90,8 @@ class HeldUnits:
         self.windows: dict[str, WindowPages] = {}
         self.state = -1
         self.in_flight: deque[WrittenStates] = deque()
+        if not device.units:
+            return
         position, parts = (0, {}) if point is None else (point.position, point.parts)
         for space, ids in parts.items():
             device.units[space].share(ids)

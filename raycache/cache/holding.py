@@ -283,13 +283,15 @@ class Holding:
 
     def _save(self, tokens: PackedTokens, *, now: int) -> None:
         """Save the sequence's cached pages to the host, with the restore point at the end of its handle."""
-        stop = self.handle.length // self._device.page_size
-        point = self._saved_point if self.handle.point is None else stop
-        if (stop, point) != (self._num_saved, self._saved_point):
-            self._num_saved, self._saved_point = stop, point
-            if self.cursor.found.length >= self.handle.length and not self._device.has_points:
-                return  # the host had all of it when the sequence was matched, and it is locked there
-            self._transfers.save(self.cursor, self.handle, tokens, now=now)
+        device, handle = self._device, self.handle
+        stop = handle.length // device.page_size
+        point = stop if device.has_points and handle.point is not None else self._saved_point
+        if stop == self._num_saved and point == self._saved_point:
+            return
+        self._num_saved, self._saved_point = stop, point
+        if self.cursor.found.length >= handle.length and not device.has_points:
+            return  # the host had all of it when the sequence was matched, and it is locked there
+        self._transfers.save(self.cursor, handle, tokens, now=now)
 
     def _pages(self, first: int, stop: int | None = None) -> PageIds:
         return np.frombuffer(self.pages[first:stop], np.intp)

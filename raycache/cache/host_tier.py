@@ -124,20 +124,18 @@ class HostTier:
             Pages that the tree took; the others are freed.
         """
         first, size = handle.length // self.page_size, 4 * self.page_size
+        stop, parent = first + len(pages), int(handle.node.pages[-1]) if first else -1
         num_known = self.tier.tree.extend(handle, tokens, pages, now=now)
         self._num_reserved -= len(pages)
-        entered, start = pages, first + num_known
+        entered = pages
         if num_known:
             self.tier.pages.free(pages[:num_known])
             entered, digests = pages[num_known:], digests[num_known * DIGEST_BYTES :]
+            first += num_known
+            parent = handle.page(first - 1)
         if len(entered):
-            self._catalog.add_pages(
-                entered,
-                digests=digests,
-                tokens=memoryview(tokens)[start * size : (first + len(pages)) * size],
-                parent=handle.page(start - 1) if start else -1,
-                seed=handle.root,
-            )
+            new = memoryview(tokens)[first * size : stop * size]
+            self._catalog.add_pages(entered, digests=digests, tokens=new, parent=parent, seed=handle.root)
         return entered
 
     def keep(self, handle: PrefixHandle, point: RestorePoint) -> bool:

@@ -114,23 +114,20 @@ class Cursor:
             self._last = host.last_digests(self.saved)
         return self._last
 
-    def next_digests(self, host: HostTier, tokens: PackedTokens, *, stop: int) -> PackedDigests:
-        """Digests of the pages behind the planned ones, up to `stop`."""
+    def plan(self, host: HostTier, tokens: PackedTokens, *, stop: int) -> PackedDigests:
+        """Record the pages behind the planned ones, up to `stop`, as planned; returns their digests."""
         first = self.num_planned
-        known = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
-        first += len(known) // DIGEST_BYTES
-        if first >= stop:
-            return known
-        before = (known or self.last_digests(host) or self.found.root)[-DIGEST_BYTES:]
-        return known + chain_digests(before, tokens, first=first, stop=stop, page_size=host.page_size)
-
-    def plan(self, host: HostTier, digests: PackedDigests) -> None:
-        """Record pages after the planned ones as planned."""
+        digests = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        num_known = first + len(digests) // DIGEST_BYTES
+        if num_known < stop:
+            before = (digests or self.last_digests(host) or self.found.root)[-DIGEST_BYTES:]
+            digests += chain_digests(before, tokens, first=num_known, stop=stop, page_size=host.page_size)
         size = host.num_last * DIGEST_BYTES
         before = self.last_digests(host) if len(digests) < size else b""
         self._last = (before + digests)[-size:]
-        self.num_planned += len(digests) // DIGEST_BYTES
+        self.num_planned = max(first, stop)
         self._num_open += 1
+        return digests
 
     def finish(self, *, is_done: bool) -> None:
         """Record that the oldest save has completed or failed."""

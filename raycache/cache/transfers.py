@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from raycache.cache.evict import Leaving
 from raycache.cache.host_tier import HostTier, WritePolicy
@@ -174,7 +173,7 @@ class Transfers:
         for space, ids in parts.items():
             assert load.point is not None, "a restore point can only be loaded into a restore point"
             own = last[len(last) - len(ids) * DIGEST_BYTES :]
-            batches.append(_batch(space, load.point.parts[space], ids, own))
+            batches.append(_batch(space, _ids(load.point.parts[space]), _ids(ids), own))
         self._num_loads += 1
         self._loads.append(Moves(self._num_loads, _with_units(batches)))
         self._counts["loaded_pages"] += len(pages)
@@ -231,8 +230,7 @@ class Transfers:
         if taken is None:
             self._counts["unsaved_pages"] += missing
             return False
-        digests = cursor.next_digests(host, tokens, stop=stop)
-        cursor.plan(host, digests)
+        digests = cursor.plan(host, tokens, stop=stop)
         batches = [_batch(FULL, source.take(first), taken, digests)]
         host_point = None
         if point is not None:
@@ -241,7 +239,7 @@ class Transfers:
             last = cursor.last_digests(host)
             for space, ids in point.parts.items():
                 own = last[len(last) - len(ids) * DIGEST_BYTES :]
-                batches.append(_batch(space, ids, host_point.parts[space], own))
+                batches.append(_batch(space, _ids(ids), _ids(host_point.parts[space]), own))
         self._num_saves += 1
         self._saves.append(Moves(self._num_saves, _with_units(batches)))
         self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
@@ -426,12 +424,15 @@ class NoTransfers:
 
 def _with_units(batches: Iterable[Batch]) -> list[Batch]:
     """Leave out empty ones: a restore point may move without pages."""
-    return [batch for batch in batches if len(batch)]
+    return [*filter(len, batches)]
 
 
-def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: PackedDigests) -> Batch:
+def _ids(units: Sequence[int]) -> PageIds:
+    return np.array(units, np.intp)
+
+
+def _batch(space: str, devices: PageIds, hosts: PageIds, digests: PackedDigests) -> Batch:
     """Pair up device and host units to move, with the tags of their digests."""
-    batch = Batch(space, np.asarray(devices, np.int64), np.asarray(hosts, np.int64), tags_of(digests))
-    num_devices, num_hosts, num_tags = len(batch.devices), len(batch.hosts), len(batch.tags)
-    assert num_devices == num_hosts == num_tags, f"{space}: {num_devices} devices, {num_hosts} hosts, {num_tags} tags"
-    return batch
+    tags, count = tags_of(digests), len(devices)
+    assert count == len(hosts) == len(tags), f"{space}: {count} devices, {len(hosts)} hosts, {len(tags)} tags"
+    return Batch(space, devices, hosts, tags)

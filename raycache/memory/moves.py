@@ -74,7 +74,7 @@ class Moves:
     batches: Sequence[Batch]
 
     def __post_init__(self) -> None:
-        assert all(len(batch) for batch in self.batches), "carriers expect units in each batch"
+        assert all(map(len, self.batches)), "carriers expect units in each batch"
 
     @classmethod
     def of(cls, number: int, units: Iterable[Unit]) -> Moves:
