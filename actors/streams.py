@@ -16,7 +16,6 @@ from raycache.types import FinishReason, GenerateRequest, RequestOutput
 
 _LEAST_S = 0.001
 """Minimum remaining time of a request: engines reject a timeout of 0."""
-_NOT_FAILED = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(eq=False)
@@ -39,17 +38,15 @@ class Stream:
     is_ended: bool = False
     is_resumed: bool = False
     _unread: deque[RequestOutput | RayCacheError] = field(default_factory=deque)
-    _has_unread: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether `receive` returns at once."""
-        return bool(self._unread)
+    _reader: asyncio.Future[None] | None = None
 
     async def receive(self) -> RequestOutput | RayCacheError:
-        """Wait for increments, or for the error that ended the request. Those that have come since the last call are
-        one: when there are more tokens than the server can send one by one, it sends several at a time."""
-        await self._has_unread.wait()
+        """Wait for increments, or for the error that ended the request; for one task. Those that have come since the
+        last call are one: when there are more tokens than the server can send one by one, it sends several at a time.
+        """
+        while not self._unread:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         message = self._unread.popleft()
         if isinstance(message, RequestOutput):
             outputs = [message]
@@ -57,8 +54,6 @@ class Stream:
                 outputs.append(following)
                 self._unread.popleft()
             message = _join(outputs)
-        if not self._unread:
-            self._has_unread.clear()
         return message
 
     def take(self, output: RequestOutput) -> None:
@@ -94,12 +89,13 @@ class Stream:
 
     def _put(self, message: RequestOutput | RayCacheError) -> None:
         self._unread.append(message)
-        self._has_unread.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def _has_tokens(message: RequestOutput | RayCacheError) -> TypeGuard[RequestOutput]:
-    """Whether it is an increment of a request that has not failed."""
-    return isinstance(message, RequestOutput) and bool(message.token_ids) and message.finish_reason in _NOT_FAILED
+    """Whether it is an increment with tokens; those of failed requests have none."""
+    return isinstance(message, RequestOutput) and bool(message.token_ids)
 
 
 def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -107,18 +103,16 @@ def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
     first, last = outputs[0], outputs[-1]
     if first is last:
         return first
-    reused = max(outputs, key=lambda output: output.cached_tokens)
+    drafted = max(outputs, key=lambda output: output.drafted_tokens)  # another engine begins at 0 again
     logprobs = tuple(chain.from_iterable(output.logprobs or () for output in outputs))
     return replace(
         last,
         token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
         logprobs=logprobs or None,
         prompt_logprobs=first.prompt_logprobs,
-        cached_tokens=reused.cached_tokens,
-        cached_by_tier=reused.cached_by_tier,
-        cut_by=first.cut_by or last.cut_by,
-        miss=first.miss or last.miss,
         queued_s=first.queued_s,
+        drafted_tokens=drafted.drafted_tokens,
+        accepted_tokens=drafted.accepted_tokens,
     )
 
 

@@ -211,7 +211,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", type=lambda text: list(map(int, text.split(","))), default=[64, 256])
     parser.add_argument("--step-ms", type=lambda text: list(map(float, text.split(","))), default=[5.0, 10.0])
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--json", help="write the lines to this file, too")
+    parser.add_argument("--json", type=Path, help="write the lines to this file, too")
     return parser.parse_args(argv)
 
 

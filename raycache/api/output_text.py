@@ -49,6 +49,7 @@ class TextDelta:
         prompt_logprobs: as in RequestOutput.
         finish_reason: set in the last one.
         parts: the text split into reasoning, content and tool calls, if a parser was given.
+        ends: for each part, how many of the tokens had come when it was there.
     """
 
     text: str = ""
@@ -57,6 +58,7 @@ class TextDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     parts: tuple[Part, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class OutputText:
@@ -126,6 +128,7 @@ class OutputText:
         logprobs = output.logprobs or ()
         last_text = len(output.token_ids) - (output.finish_reason is FinishReason.STOP)
         parts: list[Part] = []
+        ends: list[int] = []
         count = 0
         for token_id in output.token_ids:
             if logprobs:
@@ -135,6 +138,7 @@ class OutputText:
             count += 1
             self.num_reasoning_tokens += self._parser is not None and self._parser.is_reasoning
             parts += self._split(piece)
+            ends += [count] * (len(parts) - len(ends))
             if is_stopped:
                 self.finish_reason = FinishReason.STOP
                 break
@@ -148,8 +152,15 @@ class OutputText:
             parts += self._parser.finish()
         self.num_tokens += count
         self.num_calls += sum(isinstance(part, ToolCallStart) for part in parts)
+        ends += [count] * (len(parts) - len(ends))
         return TextDelta(
-            text, output.token_ids[:count], tuple(entries), output.prompt_logprobs, self.finish_reason, tuple(parts)
+            text,
+            output.token_ids[:count],
+            tuple(entries),
+            output.prompt_logprobs,
+            self.finish_reason,
+            tuple(parts),
+            tuple(ends),
         )
 
     @property

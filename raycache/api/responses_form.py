@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 from pydantic_core import from_json
 
 from raycache.api.completions_form import chat_logprob
 from raycache.api.formats.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
-from raycache.api.output_text import TextDelta
+from raycache.api.output_text import LogprobEntry, TextDelta
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
 from raycache.api.responses_body import ResponsesRequest
@@ -89,14 +91,19 @@ class ResponsesForm:
 
     def _written(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
         entries = delta.entries[:-1] if delta.finish_reason is FinishReason.STOP else delta.entries  # the end mark
-        self._logprobs += [chat_logprob(entry.logprob, self._tokenizer) for entry in entries if entry.logprob]
-        for part in merged(delta.parts):
-            yield from self._write(part)
-        if delta.parts:
-            self._logprobs = []
+        done = 0
+        for end, parts in _by_tokens(delta):
+            self._note(entries[done:end])
+            for part in merged(parts):
+                yield from self._write(part)
+            self._logprobs, done = [], end
+        self._note(entries[done:])
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             yield from self._close(self._status)
+
+    def _note(self, entries: Sequence[LogprobEntry]) -> None:
+        self._logprobs += [chat_logprob(entry.logprob, self._tokenizer) for entry in entries if entry.logprob]
 
     def _write(self, part: Part) -> Iterator[dict[str, Any]]:
         match part:
@@ -191,6 +198,16 @@ class ResponsesForm:
             "output_tokens_details": {"reasoning_tokens": text.num_reasoning_tokens},
             "total_tokens": prompt_len + text.num_tokens,
         }
+
+
+def _by_tokens(delta: TextDelta) -> Iterator[tuple[int, list[Part]]]:
+    """Parts of an increment that came together, and how many of its tokens had come by then. All came together where
+    nobody asks for the log-probabilities of each."""
+    if delta.parts and not delta.entries:
+        yield len(delta.token_ids), list(delta.parts)
+        return
+    for end, some in groupby(zip(delta.ends, delta.parts, strict=True), key=itemgetter(0)):
+        yield end, [part for _, part in some]
 
 
 def _of_text(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:

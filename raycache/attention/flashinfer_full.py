@@ -179,9 +179,11 @@ class OneQuery:
     def is_better(kernels: KernelCache, layers: Layers, num_rows: int) -> bool:
         """Whether to use it instead of FlashInfer, with one cp rank or without a window."""
         heads = layers.heads
-        # FlashInfer does not divide the keys of so many rows: all would wait for the longest one.
-        is_uneven = heads.dim <= WIDEST and num_rows * heads.keys >= kernels.num_blocks
-        return triton_works() and (heads.dim <= WIDE or is_uneven)
+        if heads.dim <= WIDE:
+            return triton_works()
+        # Where FlashInfer does not divide keys, all rows wait for the longest one, unless a window bounds it.
+        is_held_up = not layers.window and not kernels.divides_keys(num_rows, heads)
+        return heads.dim <= WIDEST and is_held_up and triton_works()
 
     def fill(self, table: Table) -> None:
         """Give the rows their pages."""

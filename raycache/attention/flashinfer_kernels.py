@@ -94,6 +94,10 @@ class KernelCache:
         self.shortcut = Shortcut()
         self._kernels: dict[Hashable, Any] = {}
 
+    def divides_keys(self, num_rows: int, heads: Heads) -> bool:
+        """Whether FlashInfer can divide the keys of so many rows of one query: not where they alone fill the device."""
+        return num_rows < self.num_blocks // heads.keys
+
     def family(self, dim: int, *, is_few: bool) -> str:
         """The family of kernels for rows with few or many queries of size `dim`, see `PagedKernel`."""
         return "fa2" if is_few or dim > WIDEST_OF_FA3 else self.newest
@@ -230,7 +234,7 @@ class PagedKernel:
 
     def _is_whole(self, heads: Heads) -> bool:
         """Whether keys are never split. With this many rows they would not be, but a CUDA graph would run the merge."""
-        return self._static is not None and self._static.num_rows >= self._kernels.num_blocks // heads.keys
+        return self._static is not None and not self._kernels.divides_keys(self._static.num_rows, heads)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase | None, out: Tensor | None = None

@@ -25,7 +25,7 @@ from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.evictor import NO_PAGES, Evictor
 from raycache.cache.handle import Locks, PrefixHandle
 from raycache.cache.listener import NoListener, TreeListener
-from raycache.cache.node import Node, RestorePoint, Root
+from raycache.cache.node import Claims, Node, RestorePoint, Root
 from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
@@ -120,7 +120,7 @@ class RadixTree:
             Handle of whole pages, possibly none. Release it exactly once.
         """
         node, length, known_length, cut_by, was_evicted = self._find(tokens, self.trie.root(root), 0)
-        claims = self._eviction.claims_of(priority, until_s) if self._has_claims else ()
+        claims = self._claims(priority, until_s)
         self._locks.add(node)
         handle = PrefixHandle(node, length, root=root, locks=self._locks, page_size=self.page_size, claims=claims)
         handle.known_length, handle.cut_by, handle.was_evicted = known_length, cut_by, was_evicted
@@ -143,7 +143,7 @@ class RadixTree:
         known_length = end // _TOKEN_BYTES
         if self._spaces:
             node, end, _ = node.last_point(end, above=above)
-        claims = self._eviction.claims_of(priority, until_s)
+        claims = self._claims(priority, until_s)
         node.use(now, claims)
         self._evictor.count(node, claims, is_longer=end > 0)
         return end // _TOKEN_BYTES, known_length
@@ -157,7 +157,7 @@ class RadixTree:
             handle: covers a prefix of `tokens`.
             tokens, now, priority, until_s: as for `match`.
         """
-        length, claims = handle.length, self._eviction.claims_of(priority, until_s)
+        length, claims = handle.length, self._claims(priority, until_s)
         node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = self._find(
             tokens, handle.node, length
         )
@@ -208,7 +208,7 @@ class RadixTree:
         limit = start + len(pages) * self._page_bytes
         assert len(tokens) >= limit, f"{len(pages)} pages after {handle.length} tokens, but {len(tokens) // 4} tokens"
         node, end, page = self.trie.walk(handle.node, tokens, start, limit)
-        claims = self._eviction.claims_of(priority, until_s) if self._has_claims else ()
+        claims = self._claims(priority, until_s)
         if node is not handle.node or end == limit:
             handle.move(node, now=now, claims=claims)
         num_known = (end - start) // self._page_bytes
@@ -312,6 +312,10 @@ class RadixTree:
         self._evictor.check()
 
     # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _claims(self, priority: int, until_s: float) -> Claims:
+        # Reading a member of an enum is slow in Python 3.11, which `claims_of` does.
+        return self._eviction.claims_of(priority, until_s) if self._has_claims else ()
 
     def _find(self, tokens: PackedTokens, above: Node, length: int) -> _Found:
         """Find the longest match below `above`, the end of a prefix of `length` tokens."""

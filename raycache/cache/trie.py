@@ -72,12 +72,12 @@ class Trie:
         return node.place is not None and self.ghosts.has(node.place, page)
 
     def append(
-        self, node: Node, name: bytes, tokens: memoryview, ids: PageIds, *, grows: bool, now: int, claims: Claims
+        self, node: Node, page: bytes, tokens: memoryview, ids: PageIds, *, grows: bool, now: int, claims: Claims
     ) -> Node:
         """Add pages after a node; no child of it may start with their first page.
 
         Args:
-            name: packed tokens of the first page.
+            page: packed tokens of the first page.
             tokens: packed tokens of the pages.
             ids: page ids.
             grows: whether to extend the node itself, unless ghosts are attached to its end.
@@ -89,7 +89,7 @@ class Trie:
         key, start = bytearray(tokens), 0
         samples = self.ghosts.samples(key)
         ends: Sequence[tuple[int, Place | None]] = ((len(ids), None),)
-        if node.num_trimmed or self.was_evicted(node, name):
+        if node.num_trimmed or self.was_evicted(node, page):
             ends = self._ends(node, key, samples)
         grows = grows and not node.has_ghosts
         for end, place in ends:
@@ -97,12 +97,12 @@ class Trie:
             if len(ends) > 1:
                 run, run_ids = key[start * self._page_bytes : end * self._page_bytes], ids[start:end]
                 run_samples = samples[start * SAMPLE_BYTES : end * SAMPLE_BYTES]
-                name = bytes(run[: self._page_bytes])
+                page = bytes(run[: self._page_bytes])
             if grows and start == 0:
                 node.append(run, run_ids, run_samples)
             else:  # the array belongs to the caller
-                leaf = Node(node, run, run_ids.copy(), bytearray(run_samples), name=name, last_used=now, claims=claims)
-                node.children[name] = leaf
+                leaf = Node(node, run, run_ids.copy(), bytearray(run_samples), name=page, last_used=now, claims=claims)
+                node.children[page] = leaf
                 self.num_nodes += 1
                 node = leaf
             node.place, start = place, end
@@ -126,7 +126,7 @@ class Trie:
         assert parent is not None and not node.children, "only leaves can be removed"
         if leaves_ghost:  # takes over the samples without a copy
             place, max_bytes = parent.place, self.num_pages * self._page_bytes // _GHOST_SHARE
-            if place is None:
+            if place is None:  # a node with children has nothing trimmed off its end
                 place = parent.place = Place()
             self.ghosts.add(place, node.name, node.samples, end=node.place, max_bytes=max_bytes)
         self.num_pages -= node.num_pages

@@ -163,11 +163,11 @@ class RequestWatch:
             self._metrics.queued_s.observe(output.queued_s)
             self._metrics.prefill_s.observe(max(0.0, since_s - output.queued_s))
             self._first_s = now_s
-        else:
-            for _ in range(count):
-                self._metrics.between_tokens_s.observe(since_s / count)
+            since_s, count = 0.0, count - 1  # what came with the first token
+        for _ in range(count):
+            self._metrics.between_tokens_s.observe(since_s / count)
         self._last_s = now_s
-        self._num_tokens += count
+        self._num_tokens += len(output.token_ids)
 
 
 class _EngineCollector(Collector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -23,10 +24,16 @@ def token(name: str, token_id: int, **more: object) -> tuple[str, RequestOutput]
 
 def read(stream: Stream) -> list[Any]:
     """All that `receive` gives without waiting."""
-    found = []
-    while stream.has_unread:
-        found.append(asyncio.run(stream.receive()))
-    return found
+
+    async def receive() -> list[Any]:
+        found = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                while True:
+                    found.append(await stream.receive())
+        return found
+
+    return asyncio.run(receive())
 
 
 def test_what_is_resumed_is_what_clients_do_not_have_yet_in_the_order_of_arrival() -> None:
@@ -96,10 +103,11 @@ def test_increments_that_nobody_has_read_yet_are_one() -> None:
     streams = Streams()
     stream = opened(streams, "a")
     entries = [TokenLogprob(token_id, -0.5 * token_id) for token_id in range(5)]
-    reuse = {"cached_tokens": 2, "cached_by_tier": {"host": 2}, "cut_by": "state", "miss": Miss.STATE_MISSING}
-    first = token("a", 1, logprobs=(entries[1],), prompt_logprobs=(None, entries[0]), queued_s=0.5, **reuse)
-    streams.take([first, token("a", 2, logprobs=(entries[2],), drafted_tokens=1, accepted_tokens=1)])
-    streams.take([("a", RequestOutput("a", (3, 4), logprobs=tuple(entries[3:]), drafted_tokens=3, accepted_tokens=2))])
+    of_all = {"cached_tokens": 2, "cached_by_tier": {"host": 2}, "cut_by": "state", "miss": Miss.STATE_MISSING}
+    first = token("a", 1, logprobs=(entries[1],), prompt_logprobs=(None, entries[0]), queued_s=0.5, **of_all)
+    second = token("a", 2, logprobs=(entries[2],), drafted_tokens=3, accepted_tokens=2, **of_all)
+    third = RequestOutput("a", (3, 4), logprobs=tuple(entries[3:]), **of_all)  # of another engine: no drafts yet
+    streams.take([first, second, ("a", third)])
     (joined,) = read(stream)
     assert joined == RequestOutput(
         "a",
@@ -109,7 +117,7 @@ def test_increments_that_nobody_has_read_yet_are_one() -> None:
         queued_s=0.5,
         drafted_tokens=3,
         accepted_tokens=2,
-        **reuse,
+        **of_all,
     )
     streams.take([token("a", 5), token("a", 6, finish_reason=FinishReason.STOP)])
     assert [(each.token_ids, each.finish_reason) for each in read(stream)] == [((5, 6), FinishReason.STOP)]

@@ -28,7 +28,7 @@ from raycache.wire.plan import (
 token_ids = st.integers(0, 2**31 - 1)
 page_ids = st.dictionaries(
     st.sampled_from(["full", "window"]),
-    st.lists(st.integers(-1, 2**31 - 1), max_size=5).map(lambda ids: array("q", ids)),
+    st.lists(st.integers(-1, 2**31 - 1), max_size=5).flatmap(lambda ids: st.sampled_from([ids, array("q", ids)])),
     max_size=2,
 )
 optional_counts = st.none() | st.integers(0, 20)

@@ -160,6 +160,14 @@ def test_rays_boards_for_llms_find_what_they_read(metrics: Metrics, monkeypatch:
     assert published["vllm_request_success_total"] == {"model_name", "engine", "finished_reason"}
 
 
+def test_tokens_that_come_with_the_first_one_have_gaps_too() -> None:
+    metrics = Metrics("m")
+    with metrics.watch(GenerateRequest("a", [1, 2, 3])) as watch:
+        watch.take(RequestOutput("a", (7, 8, 9)))
+        watch.take(RequestOutput("a", (10,)))
+    assert values(metrics)["raycache_inter_token_latency_seconds_count{model_name=m}"] == 3
+
+
 def test_times_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr("raycache.observe.metrics.time.monotonic", lambda: now_s)
