@@ -69,7 +69,8 @@ class RadixTree:
         assert page_size >= 1, f"a page cannot have {page_size} tokens"
         self.page_size = page_size
         self._spaces = tuple(point_spaces)
-        self._eviction, self._has_claims = eviction, eviction is Eviction.PRIORITY
+        # Not for every match: `claims_of` reads a member of an enum, which is slow in Python 3.11.
+        self._claims = eviction.claims_of if eviction is Eviction.PRIORITY else _no_claims
         self._page_bytes = page_size * _TOKEN_BYTES
         self.trie = Trie(self._page_bytes)
         self._listener = listener or NoListener()
@@ -313,10 +314,6 @@ class RadixTree:
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
-    def _claims(self, priority: int, until_s: float) -> Claims:
-        # Reading a member of an enum is slow in Python 3.11, which `claims_of` does.
-        return self._eviction.claims_of(priority, until_s) if self._has_claims else ()
-
     def _find(self, tokens: PackedTokens, above: Node, length: int) -> _Found:
         """Find the longest match below `above`, the end of a prefix of `length` tokens."""
         node, end, page = self.trie.walk(above, tokens, length * _TOKEN_BYTES, _limit(tokens, self._page_bytes))
@@ -327,6 +324,11 @@ class RadixTree:
             node, end, lost = node.last_point(end, above=above)
             cut_by = "" if lost is None else lost or "+".join(self._spaces)
         return node, end // _TOKEN_BYTES, known_length, cut_by, was_evicted
+
+
+def _no_claims(priority: int, until_s: float) -> Claims:
+    """`claims_of` of policies without priorities."""
+    return ()
 
 
 def _limit(tokens: PackedTokens, page_bytes: int) -> int:
