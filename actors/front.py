@@ -127,7 +127,7 @@ class RayEngine:
         is_over = False
         try:
             while not is_over:
-                message = await stream.receive()
+                message = await stream.unread.get()
                 is_over = isinstance(message, RayCacheError) or message.finish_reason is not None
                 if isinstance(message, RayCacheError):
                     raise message

@@ -29,6 +29,7 @@ from actors.inlined import inlined, joined
 from actors.metrics import publishing
 from actors.replicas import Replicas
 from actors.starter import Starter
+from actors.unread import Unread
 from raycache.api.replicas import ReplicaCommand
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
@@ -206,7 +207,7 @@ class HubClient:
     def __init__(self, hub: Any) -> None:
         self._hub = hub
         self._name = uuid.uuid4().hex
-        self._open: dict[str, asyncio.Queue[RequestOutput | RayCacheError]] = {}
+        self._open: dict[str, Unread] = {}
         self._polling: asyncio.Task[None] | None = None
 
     def follow(self, hub: Any) -> None:
@@ -236,14 +237,14 @@ class HubClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self._start_polling()
-        messages = self._open[request.request_id] = asyncio.Queue[RequestOutput | RayCacheError]()
+        unread = self._open[request.request_id] = Unread()
         hub = self._hub  # `follow` may change it meanwhile
         rest, parts = inlined(request)
         submitted = _call(hub.submit, self._name, rest, *parts)
         is_over = False
         try:
             while not is_over:
-                message = await messages.get()
+                message = await unread.get()
                 if isinstance(message, RayCacheError):
                     raise message
                 is_over = message.finish_reason is not None
@@ -267,7 +268,7 @@ class HubClient:
             life = now
             for request_id, message in messages:
                 if request_id in self._open:
-                    self._open[request_id].put_nowait(message)
+                    self._open[request_id].put(message)
 
     def _on_polling_over(self, task: asyncio.Task[None]) -> None:
         """Fail open requests, whatever ended the polling: none may wait for ever."""
@@ -275,8 +276,8 @@ class HubClient:
         self._fail(str(error or "the server is stopping"))
 
     def _fail(self, why: str) -> None:
-        for messages in self._open.values():
-            messages.put_nowait(EngineStoppedError(why))
+        for unread in self._open.values():
+            unread.put(EngineStoppedError(why))
 
     async def _ask(self, method: Any, *arguments: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         return await answer(_call(method, *arguments), of=_HUB, timeout_s=timeout_s)

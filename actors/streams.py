@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TypeGuard
 
+from actors.unread import Unread
 from raycache.errors import QueueFullError, RayCacheError, RequestError
 from raycache.types import FinishReason, GenerateRequest, RequestOutput
 
@@ -29,6 +26,7 @@ class Stream:
         first: increment with the first token; None before.
         is_ended: whether no more messages follow.
         is_resumed: whether an engine was lost since it was opened.
+        unread: what its client has not read.
     """
 
     request: GenerateRequest
@@ -37,28 +35,11 @@ class Stream:
     first: RequestOutput | None = None
     is_ended: bool = False
     is_resumed: bool = False
-    _unread: deque[RequestOutput | RayCacheError] = field(default_factory=deque)
-    _reader: asyncio.Future[None] | None = None
-
-    async def receive(self) -> RequestOutput | RayCacheError:
-        """Wait for increments, or for the error that ended the request; for one task. Those that have come since the
-        last call are one: when there are more tokens than the server can send one by one, it sends several at a time.
-        """
-        while not self._unread:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        message = self._unread.popleft()
-        if isinstance(message, RequestOutput):
-            outputs = [message]
-            while self._unread and _has_tokens(following := self._unread[0]):
-                outputs.append(following)
-                self._unread.popleft()
-            message = _join(outputs)
-        return message
+    unread: Unread = field(default_factory=Unread)
 
     def take(self, output: RequestOutput) -> None:
-        """Add an increment, for `receive`."""
-        self._put(self.note(output))
+        """Add an increment."""
+        self.unread.put(self.note(output))
 
     def note(self, output: RequestOutput) -> RequestOutput:
         """Note an increment; returns it as the client gets it."""
@@ -80,40 +61,12 @@ class Stream:
     def end(self, error: RayCacheError) -> None:
         """End the request with an error."""
         self.is_ended = True
-        self._put(error)
+        self.unread.put(error)
 
     def rest(self, now_s: float) -> GenerateRequest:
         """Return a request for the remaining output."""
         left_s = None if self.deadline is None else max(self.deadline - now_s, _LEAST_S)
         return replace(self.request, output=tuple(self.tokens), timeout_s=left_s)
-
-    def _put(self, message: RequestOutput | RayCacheError) -> None:
-        self._unread.append(message)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
-def _has_tokens(message: RequestOutput | RayCacheError) -> TypeGuard[RequestOutput]:
-    """Whether it is an increment with tokens; those of failed requests have none."""
-    return isinstance(message, RequestOutput) and bool(message.token_ids)
-
-
-def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Consecutive increments as one."""
-    first, last = outputs[0], outputs[-1]
-    if first is last:
-        return first
-    drafted = max(outputs, key=lambda output: output.drafted_tokens)  # another engine begins at 0 again
-    logprobs = tuple(chain.from_iterable(output.logprobs or () for output in outputs))
-    return replace(
-        last,
-        token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
-        logprobs=logprobs or None,
-        prompt_logprobs=first.prompt_logprobs,
-        queued_s=first.queued_s,
-        drafted_tokens=drafted.drafted_tokens,
-        accepted_tokens=drafted.accepted_tokens,
-    )
 
 
 class Streams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from raycache.api.completions_form import to_json
@@ -204,8 +204,7 @@ async def _interleave(
     runs: Sequence[AsyncGenerator[tuple[Choice, TextDelta], None]],
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
     """Items of several generators as they come. The first error ends all; so does closing this one."""
-    # Not bounded: a choice gives at most max_tokens items, and a full queue could not take the end of a task.
-    queue: asyncio.Queue[tuple[Choice, TextDelta] | asyncio.Task[None]] = asyncio.Queue()
+    queue: asyncio.Queue[_Item | asyncio.Task[None]] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(run, queue)) for run in runs]
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
@@ -217,7 +216,8 @@ async def _interleave(
                 running -= 1
                 item.result()
             else:
-                yield item
+                yield item.of_choice
+                item.is_taken.set()
     finally:
         for task in tasks:
             task.cancel()
@@ -225,9 +225,19 @@ async def _interleave(
 
 
 async def _forward(
-    run: AsyncGenerator[tuple[Choice, TextDelta], None],
-    queue: asyncio.Queue[tuple[Choice, TextDelta] | asyncio.Task[None]],
+    run: AsyncGenerator[tuple[Choice, TextDelta], None], queue: asyncio.Queue[_Item | asyncio.Task[None]]
 ) -> None:
+    """Put items into the queue, one after the other has been sent: increments that come meanwhile are one."""
     async with aclosing(run) as items:
-        async for item in items:
+        async for of_choice in items:
+            item = _Item(of_choice)
             queue.put_nowait(item)
+            await item.is_taken.wait()
+
+
+@dataclass(eq=False)
+class _Item:
+    """An increment of a choice, until it is sent."""
+
+    of_choice: tuple[Choice, TextDelta]
+    is_taken: asyncio.Event = field(default_factory=asyncio.Event)

@@ -23,14 +23,14 @@ def token(name: str, token_id: int, **more: object) -> tuple[str, RequestOutput]
 
 
 def read(stream: Stream) -> list[Any]:
-    """All that `receive` gives without waiting."""
+    """All that its client gets without waiting."""
 
     async def receive() -> list[Any]:
         found = []
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 while True:
-                    found.append(await stream.receive())
+                    found.append(await stream.unread.get())
         return found
 
     return asyncio.run(receive())
@@ -143,7 +143,7 @@ def test_an_increment_that_comes_while_one_waits_for_it_is_read_at_once() -> Non
     async def receive() -> list[tuple[int, ...]]:
         found = []
         for token_id in (7, 8):
-            waiting = asyncio.create_task(stream.receive())
+            waiting = asyncio.create_task(stream.unread.get())
             await asyncio.sleep(0)
             streams.take([token("a", token_id)])
             found.append((await asyncio.wait_for(waiting, 10)).token_ids)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 
 from actors.streams import Streams
+from raycache.api.run import _interleave
 from raycache.api.tokenizer import Tokenizer
-from raycache.types import GenerateRequest, RequestOutput
+from raycache.types import FinishReason, GenerateRequest, RequestOutput
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_asgi, run
 from tests.unit.test_responses import _TEMPLATE, _TOOLS, _TURN, Conversing
@@ -57,7 +59,7 @@ class Behind(Conversing):
             end = begin + self._random.choice([1, 2, 3, 8, 60])
             streams.take([(request.request_id, output) for output in outputs[begin:end]])
             with pytest.raises(StopIteration) as received:  # it does not wait
-                stream.receive().send(None)
+                stream.unread.get().send(None)
             found.append(received.value.value)
             begin = end
         return found
@@ -120,3 +122,35 @@ def test_answers_are_the_same_however_many_tokens_come_at_a_time(
             assert await answers(seed) == wanted, seed
 
     run(compare())
+
+
+def test_increments_of_several_choices_are_joined_while_one_is_sent() -> None:
+    streams = Streams()
+    names = ("a", "b")
+    opened = {name: streams.open(GenerateRequest(name, (1,))) for name in names}
+
+    def come(*token_ids: int, reason: FinishReason | None = None) -> None:
+        for token_id in token_ids:
+            streams.take([(name, RequestOutput(name, (token_id,), finish_reason=reason)) for name in names])
+
+    async def increments(name: str) -> AsyncGenerator[Any, None]:
+        while True:
+            output = await opened[name].unread.get()
+            assert isinstance(output, RequestOutput)
+            yield name, output.token_ids
+            if output.finish_reason is not None:
+                return
+
+    async def read() -> None:
+        found = []
+        come(0)
+        async for item in _interleave([increments(name) for name in names]):
+            if not found:  # it takes long to send the first one
+                for token_id in range(1, 5):
+                    come(token_id)
+                    await asyncio.sleep(0)
+                come(5, reason=FinishReason.LENGTH)
+            found.append(item)
+        assert sorted(found) == [(name, ids) for name in names for ids in ((0,), (1, 2, 3, 4, 5))]
+
+    run(read())
