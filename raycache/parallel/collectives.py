@@ -7,6 +7,7 @@ have the group's timeout; they raise RankLostError if a peer exits or does not a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from raycache.errors import RankLostError
 
 if TYPE_CHECKING:
     from raycache.parallel.copy_exchange import CopyExchange
+    from raycache.parallel.nccl import Nccl
     from raycache.parallel.peer_memory import PeerMemory
 
 
@@ -119,11 +121,22 @@ class TorchGroup(Group):
         transport: "gloo" or "NCCL".
         direct_bytes: tensors of which all members together have so many bytes go from each member to all others at once
             in a sum or gather, larger ones by the backend's algorithm.
+        nccl: for sums and gathers without the backend; None for none.
     """
 
-    def __init__(self, backend: Any, *, rank: int, size: int, transport: str = "gloo", direct_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        rank: int,
+        size: int,
+        transport: str = "gloo",
+        direct_bytes: int = 0,
+        nccl: Nccl | None = None,
+    ) -> None:
         super().__init__(rank=rank, size=size)
         self.transport = transport
+        self.nccl = nccl
         self._backend = backend
         self._direct_bytes = direct_bytes // size if size > 2 else 0  # between two, the backend's algorithm does that
 
@@ -131,7 +144,10 @@ class TorchGroup(Group):
         if 0 < tensor.nbytes <= self._direct_bytes:
             # All members add in the same order, so that their sums are equal.
             return torch.sum(self.all_gather(tensor), dim=0, dtype=tensor.dtype, out=tensor)
-        self._wait(lambda: self._backend.allreduce([tensor]))
+        if self.nccl is not None and self.nccl.can_sum(tensor):
+            self._call(partial(self.nccl.all_reduce, tensor))
+        else:
+            self._wait(lambda: self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -139,7 +155,9 @@ class TorchGroup(Group):
             return self.all_to_all(tensor.expand(self.size, *tensor.shape))
         out = tensor.new_empty((self.size, *tensor.shape))
         # Shapes are equal, so all members skip an empty gather.
-        if tensor.numel():
+        if tensor.numel() and self.nccl is not None:
+            self._call(partial(self.nccl.all_gather, tensor.contiguous(), out))
+        elif tensor.numel():
             self._wait(lambda: self._backend._allgather_base(out.view(-1), tensor.contiguous().view(-1)))
         return out
 
@@ -187,7 +205,7 @@ class TorchGroup(Group):
         return lambda: self._call(work.wait)
 
     def close(self) -> None:
-        self._backend = None
+        self._backend = self.nccl = None
 
     def _wait(self, start: Callable[[], Any]) -> None:
         self._call(lambda: start().wait())

@@ -27,6 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
+from raycache.parallel.nccl import nccl_of
 from raycache.parallel.peer_group import with_peers
 from raycache.parallel.sharding import Coords, Split
 from raycache.parallel.uploads import uploaded
@@ -183,7 +184,7 @@ def build_group(
     except RuntimeError as cause:
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
     connect(made, device, handle=handle, me=member, peers=peers)
-    group = TorchGroup(made, rank=index, size=size, transport="NCCL")
+    group = TorchGroup(made, rank=index, size=size, transport="NCCL", nccl=nccl_of(made))
     if not has_peer_memory or any(peer.host != host for peer in peers):
         return group
     name = f"{epoch}.{handle.name}.{member}"

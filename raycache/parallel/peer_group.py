@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs d
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Started, TorchGroup
 from raycache.parallel.copy_exchange import CopyExchange, CudaCopyStream, memory_bytes
+from raycache.parallel.nccl import Nccl
 from raycache.parallel.peer_memory import PeerMemory
 
 _log = logging.getLogger(__name__)
@@ -41,10 +42,11 @@ class PeerGroup(TorchGroup):
     Args:
         backend: a ProcessGroupNCCL.
         most_bytes: largest tensor that a member sends to another without NCCL.
+        nccl: see TorchGroup.
     """
 
-    def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int) -> None:
-        super().__init__(backend, rank=memory.rank, size=memory.size, transport=PEER_MEMORY)
+    def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int, nccl: Nccl | None) -> None:
+        super().__init__(backend, rank=memory.rank, size=memory.size, transport=PEER_MEMORY, nccl=nccl)
         self.memory = memory
         self.most_bytes = most_bytes
         self._copies: CopyExchange | None = None
@@ -149,7 +151,7 @@ def with_peers(
         problem = _within(limit_s / 2, memory.map)
         if _all(group, not problem, device):
             try:
-                return _checked(group, PeerGroup(backend, memory, most_bytes=_SIZES[-1]), name=name)
+                return _checked(group, PeerGroup(backend, memory, most_bytes=_SIZES[-1], nccl=group.nccl), name=name)
             except RuntimeError as cause:  # a kernel has waited for another member in vain
                 raise RankLostError(-1, name, -1, _first_line(cause)) from cause
     return _without(group, name, problem or "another member cannot map the memory of its peers")

@@ -162,6 +162,45 @@ def parts_of_logits(
     return VocabHead(torch.empty(share, 0, device=device), vocab_size, group), logits.unflatten(1, (group.size, share))
 
 
+def large_collectives(group: PeerGroup, device: torch.device) -> list[str]:
+    """Names of collectives that were wrong: NCCL's own, recorded ones, and those of torch's process group, in turns."""
+    assert group.nccl is not None
+    group.most_bytes, chosen, wrong = 1 << 10, random.Random(7), []
+    recorded = torch.zeros(700, 4096, device=device)
+    group.all_gather(group.all_reduce(recorded.clone()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = group.all_gather(group.all_reduce(recorded.clone()))
+    for seed in range(200):
+        kind = chosen.choice(["sum", "gather", "replay", "exchange", "started", "broadcast"])
+        dtype = torch.float32 if kind == "replay" else chosen.choice([torch.bfloat16, torch.float32, torch.int64])
+        shape = (700, 4096) if kind == "replay" else (chosen.choice([group.size, 210, 2100]), 4096)
+        shape = (shape[0] // group.size * group.size, shape[1]) if kind == "exchange" else shape
+        every = [drawn(shape, dtype, device, seed=1000 * seed + rank) for rank in range(group.size)]
+        own, found, wanted = every[group.rank], every[0], torch.stack(every)
+        if kind == "sum":
+            found, wanted = group.all_reduce(own.clone()), wanted.double().sum(0)
+        elif kind == "gather":
+            found = group.all_gather(own)
+        elif kind == "replay":
+            recorded.copy_(own)
+            graph.replay()
+            found, wanted = replayed[group.size - 1], wanted.double().sum(0)
+        elif kind == "exchange":
+            found = group.all_to_all(own.view(group.size, -1))
+            wanted = wanted.view(group.size, group.size, -1)[:, group.rank]
+        elif kind == "started":
+            found = torch.empty_like(wanted)
+            started = group.iall_gather(own, out=found)
+            started()
+        else:
+            found, wanted = group.broadcast(own.clone(), root=group.size - 1), every[-1]
+        bound = 1e-2 * float(wanted.abs().max()) if kind in ("sum", "replay") else 0
+        if float((found.double() - wanted).abs().max()) > bound:
+            wrong.append(f"{kind} {dtype} {shape}")
+    return wrong
+
+
 def sums_in_a_graph(group: PeerGroup, device: torch.device) -> tuple[float, list[float]]:
     """Largest error over replays with new inputs; and one sum's bits as numbers, to compare members."""
     group.most_bytes = 1 << 22
@@ -207,6 +246,10 @@ def seconds_until_a_missing_peer_is_noticed(group: PeerGroup, device: torch.devi
 def test_collectives_of_all_kinds_and_sizes_in_one_memory(sees_one: bool) -> None:
     found = each_rank("collectives_of_random_sizes", sees_one=sees_one)
     assert found == [[]] * min(torch.cuda.device_count(), 4)
+
+
+def test_large_collectives() -> None:
+    assert each_rank("large_collectives") == [[]] * min(torch.cuda.device_count(), 4)
 
 
 def test_the_best_of_each_part_is_the_first_of_the_largest_logits() -> None:

@@ -1,0 +1,90 @@
+"""NCCL's functions as they are called, with a library that adds on the CPU; groups with and without them."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from raycache.errors import RankLostError
+from raycache.parallel import nccl
+from raycache.parallel.collectives import TorchGroup
+from raycache.parallel.nccl import Nccl, nccl_of
+
+SIZE, COMMUNICATOR, STREAM = 3, 1 << 40, 1 << 41
+C_TYPES = {4: ctypes.c_int64, 7: ctypes.c_float, 8: ctypes.c_double}
+"""Numbers of nccl.h."""
+
+
+class Library:
+    """Members that all give the same."""
+
+    code = 0
+
+    def __init__(self) -> None:
+        self.ncclAllReduce: Any = self._function(self._sum)
+        self.ncclAllGather: Any = self._function(self._gather)
+        self.ncclGetErrorString: Any = self._function(lambda code: b"unhandled system error")
+
+    def _function(self, work: Any) -> Any:
+        return type("Function", (), {"__call__": staticmethod(work)})()
+
+    def _sum(self, source: int, to: int, count: int, kind: int, operation: int, communicator: int, stream: int) -> int:
+        assert (operation, communicator, stream) == (0, COMMUNICATOR, STREAM)
+        numbers = [(C_TYPES[kind] * count).from_address(address) for address in (source, to)]
+        numbers[1][:] = [SIZE * number for number in numbers[0]]
+        return self.code
+
+    def _gather(self, source: int, to: int, count: int, kind: int, communicator: int, stream: int) -> int:
+        assert (kind, communicator, stream) == (1, COMMUNICATOR, STREAM)
+        ctypes.memmove(to, SIZE * ctypes.string_at(source, count), SIZE * count)
+        return self.code
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setattr(nccl, "_stream", lambda tensor: STREAM)
+    return Library()
+
+
+def group_of(library: Library, backend: Any = None) -> TorchGroup:
+    return TorchGroup(backend, rank=0, size=SIZE, transport="NCCL", nccl=Nccl(library, COMMUNICATOR))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_sums_and_gathers_of_whole_tensors(library: Library, dtype: torch.dtype) -> None:
+    group, tensor = group_of(library), torch.arange(35).view(5, 7).to(dtype)
+    strided = tensor.T.contiguous().T
+    assert torch.equal(group.all_gather(strided), tensor.expand(SIZE, 5, 7))
+    summed = tensor.clone()
+    assert group.all_reduce(summed) is summed
+    assert torch.equal(summed, SIZE * tensor)
+
+
+def test_what_it_does_not_take_goes_through_torch(library: Library) -> None:
+    backend = MagicMock()
+    group = group_of(library, backend)
+    group.all_reduce(torch.zeros(4, dtype=torch.bool))
+    group.all_reduce(torch.zeros(4, 3).T)
+    assert [name for name, _, _ in backend.method_calls] == ["allreduce", "allreduce"]
+
+
+def test_an_error_is_a_lost_peer(library: Library) -> None:
+    library.code = 2
+    for collective in (group_of(library).all_reduce, group_of(library).all_gather):
+        with pytest.raises(RankLostError, match="unhandled system error"):
+            collective(torch.zeros(2))
+
+
+@pytest.mark.parametrize("backend", [SimpleNamespace(), SimpleNamespace(_comm_ptr=lambda: 0)], ids=["old", "apart"])
+def test_torch_without_a_communicator_or_library_is_used_as_it_is(backend: Any) -> None:
+    assert nccl_of(backend) is None
+
+
+def test_a_library_that_is_not_found_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_LIBRARY", "libmissing.so.2")
+    assert nccl_of(SimpleNamespace(_comm_ptr=lambda: COMMUNICATOR)) is None
