@@ -81,6 +81,10 @@ class Model(Protocol):
         """
         ...
 
+    def beginning(self) -> Model:
+        """The same model without layers whose kernels others have, for steps whose results do not matter."""
+        ...
+
 
 def head_of(model: Model) -> VocabHead:
     """The head of a model on the last stage."""

@@ -6,7 +6,7 @@ Families (one file per model_type) define their layers; loading and running a de
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.layers.weights import ShardedWeights
+from raycache.models.beginning import kind_of, num_first_layers
 
 Progress = Callable[[int, int], None]
 """Called while weights load: (layers loaded, layers of this stage)."""
@@ -95,34 +96,46 @@ class Scales:
 UNSCALED = Scales()
 
 
+class _LeftOut:
+    """Stands for a part of a layer that is not run."""
+
+    def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
+        return hidden
+
+    def over_cp(self, split: CpSplit) -> _LeftOut:
+        return self
+
+
 class Decoder:
     """One rank's share of a decoder.
 
     Args:
-        layers: the parts of each layer of this stage, to be run in order.
+        layers: index in the whole model -> parts of the layer; those of this stage, to be run in order.
         embedding: on the first stage.
         norm, head: on the last stage.
         scales: the head itself applies those of logits.
-        first_layer: index of the first layer in the whole model.
+        cached_as: index of a layer -> what decides how it is cached, and so which kernels it needs.
         embedding_name: tensor of the embedding, which a draft model may need on the last stage.
         hidden_size: number of features to record for a draft model, the first ones of the hidden state; None for all.
     """
 
     def __init__(
         self,
-        layers: Sequence[Sequence[Mixer]],
+        layers: Mapping[int, Sequence[Mixer]],
         *,
         embedding: VocabEmbedding | None,
         norm: Norm | None,
         head: VocabHead | None,
         scales: Scales = UNSCALED,
-        first_layer: int = 0,
+        cached_as: Callable[[int], Hashable] = lambda layer: None,
         embedding_name: str = "",
         hidden_size: int | None = None,
     ) -> None:
-        begins = itertools.accumulate(map(len, layers), initial=0)
-        self._layer_at = dict(zip(begins, range(first_layer, first_layer + len(layers)), strict=False))
-        self._parts = tuple(part for parts in layers for part in parts)
+        begins = itertools.accumulate(map(len, layers.values()), initial=0)
+        self._layer_at = dict(zip(begins, layers, strict=False))
+        """Where the parts of each layer begin."""
+        self._parts = tuple(part for parts in layers.values() for part in parts)
+        self._cached_as = cached_as
         self.embedding = embedding
         self._norm = norm
         self.head = head
@@ -132,7 +145,7 @@ class Decoder:
 
     def sharing(self, layers: Sequence[Sequence[Mixer]], *, embedding: VocabEmbedding, norm: Norm) -> Decoder:
         """A decoder of other layers, with this one's head and scales."""
-        return Decoder(layers, embedding=embedding, norm=norm, head=self.head, scales=self._scales)
+        return Decoder(dict(enumerate(layers)), embedding=embedding, norm=norm, head=self.head, scales=self._scales)
 
     def over_cp(self, split: CpSplit) -> Decoder:
         """The same decoder for decode steps that compute all tokens on every cp rank, with weights split over cp.
@@ -145,6 +158,21 @@ class Decoder:
         own = copy(self)
         own._parts = tuple(part.over_cp(split) for part in self._parts)
         own.head = None if self.head is None else self.head.over_cp(split)
+        return own
+
+    def beginning(self) -> Decoder:
+        """The same decoder, which leaves out layers whose kernels are all in the first ones (beginning.py).
+
+        Its outputs mean nothing, but have the same shapes.
+        """
+        begins = [*self._layer_at, len(self._parts)]
+        kinds = [
+            (self._cached_as(layer), tuple(map(kind_of, self._parts[begin:end])))
+            for layer, begin, end in zip(self._layer_at.values(), begins, begins[1:], strict=False)
+        ]
+        count = begins[num_first_layers(kinds)]
+        own = copy(self)
+        own._parts = self._parts[:count] + (_LeftOut(),) * (len(self._parts) - count)
         return own
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -254,9 +282,9 @@ def load_decoder(
         norm = make_norm(weights.whole(names.norm, config.hidden_size), config.rms_norm_eps)
         rows = table if is_tied and table is not None else weights.vocab(names.head, **vocab)
         head = VocabHead(rows, config.vocab_size, ctx.tp, cap=scales.logit_cap, factor=scales.logits)
-    layers = []
+    layers = {}
     for layer in stage:
-        layers.append(load_layer(layer, weights.under(f"{names.layers}.{layer}")))
+        layers[layer] = load_layer(layer, weights.under(f"{names.layers}.{layer}"))
         on_progress(len(layers), len(stage))
     return Decoder(
         layers,
@@ -264,7 +292,7 @@ def load_decoder(
         norm=norm,
         head=head,
         scales=scales,
-        first_layer=stage.start,
+        cached_as=config.cached_as,
         embedding_name=names.embedding,
         hidden_size=config.hidden_size,
     )

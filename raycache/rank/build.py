@@ -256,6 +256,9 @@ class LoadedRank:
         layers = GraphLayers(
             stage_layers(self._decode_model or self.model, widths=widths, is_last=ctx.is_last_stage),
             pool,
+            trial=stage_layers(
+                (self._decode_model or self.model).beginning(), widths=widths, is_last=ctx.is_last_stage
+            ),
             records=self._records,
             hidden=self._no_rows(sum(widths)),
             has_all_tokens=self._decode_model is not None,
@@ -304,7 +307,10 @@ class LoadedRank:
             return None
         widths, recorder = received_widths(self.deployment.model, ctx), CudaRecorder(pool.device)
         layers = GraphLayers(
-            stage_layers(self.model, widths=widths, is_last=ctx.is_last_stage), pool, hidden=self._no_rows(sum(widths))
+            stage_layers(self.model, widths=widths, is_last=ctx.is_last_stage),
+            pool,
+            hidden=self._no_rows(sum(widths)),
+            trial=stage_layers(self.model.beginning(), widths=widths, is_last=ctx.is_last_stage),
         )
         try:
             graphs = ShortGraphs(

@@ -52,6 +52,7 @@ class GraphLayers:
         has_all_tokens: whether every cp rank computes all rows, see `build_inputs`.
         has_states: whether the layers are recurrent.
         longest: most tokens of a row.
+        trial: run before they are recorded, with the same kernels; None for the layers themselves.
     """
 
     forward: Layers
@@ -61,6 +62,7 @@ class GraphLayers:
     has_all_tokens: bool = False
     has_states: bool = False
     longest: int = 1
+    trial: Layers | None = None
 
 
 def stage_layers(model: Model, *, widths: Sequence[int], is_last: bool) -> Layers:
@@ -232,15 +234,15 @@ class DecodeGraphs:
             hidden = empty.new_zeros(len(batch.inputs.ids), empty.shape[1])
         step.replan(batch.inputs)
         with recorder.trying():  # allocation and compilation at first use must not be recorded
-            self._run(batch, step, hidden)
+            self._run(self._layers.trial or self._layers.forward, batch, step, hidden)
         with recorder.recording():
-            outputs = self._run(batch, step, hidden)
+            outputs = self._run(self._layers.forward, batch, step, hidden)
         return _Recorded(batch, step, hidden, recorder.last(), outputs)
 
-    def _run(self, batch: DecodeBatch, step: StaticStep, hidden: Tensor | None) -> tuple[Tensor, ...]:
+    def _run(self, layers: Layers, batch: DecodeBatch, step: StaticStep, hidden: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
             # Written in place: the draft's graph reads the same inputs.
             ids.copy_(self._last.filled(ids, batch.slots))
         run = ForwardPass(step, self._layers.views, batch.inputs.positions, self._layers.records)
-        return self._layers.forward(ids, hidden, run)
+        return layers(ids, hidden, run)

@@ -14,7 +14,8 @@ Padding tokens have the token id 0, and attention gives zeros for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,17 +110,16 @@ class _Inputs:
                 mine[count:].zero_()
 
 
-_Result = tuple[torch.Size, torch.dtype] | None
-"""Shape and dtype of the result of a call; None for a selection."""
+_Result = tuple[Sequence[int], torch.dtype] | None
+"""Shape of a token's row, and dtype, of the result of a call; None for a selection."""
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A step that ran once, with the result of each of its calls."""
+    """A step that ran once."""
 
     trial: StepInputs
     inputs: _Inputs
-    results: Sequence[_Result]
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,9 @@ class RecordedPieces:
         self._hidden, self._records = hidden, records
         self._recorder, self._stage = recorder, ctx.stage
         self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._results: Sequence[_Result] = ()  # of the calls of any step
+        self._first: Collection[int] = ()  # layers of the beginning that call
+        self._called: Collection[int] | None = None
         tried = self._tried([trial_step(size, pool, ctx) for size in sorted(sizes)])
         # Largest first, so that the others fit into its memory.
         self._recorded = {len(one.trial.ids): self._record(one) for one in reversed(tried)}
@@ -177,6 +180,13 @@ class RecordedPieces:
     def sizes(self) -> list[int]:
         """Recorded numbers of tokens."""
         return list(self._recorded)
+
+    def beginning(self) -> RecordedPieces:
+        """The same pieces, without the calls of layers whose kernels others have, for steps whose results do not
+        matter; what these calls would return is zero."""
+        own = copy(self)
+        own._called = self._first
+        return own
 
     def can_run(self, inputs: StepInputs) -> bool:
         """Whether a step's tokens on this rank fit."""
@@ -196,7 +206,12 @@ class RecordedPieces:
         step, selections = self._backend.plan(inputs), list[Selection]()
         for piece in recorded.pieces:
             piece.replay()
-            if (call := piece.call) is not None:
+            if (call := piece.call) is None:
+                continue
+            if self._called is not None and call.layer not in self._called:
+                if call.out is not None:
+                    call.out.zero_()
+            else:
                 self._pool.gate(call.layer)
                 found = call.launch(step, selections, *(None if row is None else row[:count] for row in call.rows))
                 if call.out is not None and found is not None:
@@ -219,42 +234,47 @@ class RecordedPieces:
         low, high = 0, len(trials)  # those before `low` are bound by launches, those from `high` on are not
         while low < high:
             middle = (low + high) // 2
-            tried[middle] = self._try(trials[middle])
+            tried[middle], seen = self._try(trials[middle], self._model)
+            self._results = seen.results
             low, high = (middle + 1, high) if self._is_bound_by_launches(tried[middle]) else (low, middle)
-        return [tried.get(number) or self._try(trials[number]) for number in range(low)]
+        beginning = self._model.beginning()
+        for number in range(low):
+            tried[number], seen = self._try(trials[number], beginning)
+            self._first = seen.layers
+        return [tried[number] for number in range(low)]
 
-    def _try(self, trial: StepInputs) -> _Tried:
+    def _try(self, trial: StepInputs, model: Model) -> tuple[_Tried, _Seen]:
         hidden = None if self._hidden is None else self._hidden.new_zeros(len(trial.ids), self._hidden.shape[1])
         inputs = _Inputs(torch.zeros_like(trial.ids), torch.zeros_like(trial.positions), hidden)
         seen = _Seen(self._backend.plan(trial))
         with self._recorder.trying():
-            self._run(inputs, seen, trial)
-        return _Tried(trial, inputs, seen.results)
+            self._run(model, inputs, seen, trial)
+        return _Tried(trial, inputs), seen
 
     def _is_bound_by_launches(self, tried: _Tried) -> bool:
         """Whether a step takes hardly longer than to launch it. Ranks wait for each other: the slowest one counts."""
 
         def run() -> None:
-            self._run(tried.inputs, _Seen(self._backend.plan(tried.trial)), tried.trial)
+            self._run(self._model, tried.inputs, _Seen(self._backend.plan(tried.trial)), tried.trial)
 
         times = torch.tensor(self._recorder.times(run), device=self._pool.device)
         launched, ended = self._stage.all_gather(times).amax(0).unbind(1)
         return bool(ended.min() < _MOST_BUSY * launched.min())
 
     def _record(self, tried: _Tried) -> _Recorded:
-        cuts = _Cuts(tried.results, self._recorder)
+        cuts = _Cuts(self._results, self._recorder)
         with self._recorder.recording():
-            found, features = self._run(tried.inputs, cuts, tried.trial)
+            found, features = self._run(self._model, tried.inputs, cuts, tried.trial)
         borrow = self._recorder.borrow
         pieces = (*cuts.pieces, _Piece(self._recorder.last(), None))
         return _Recorded(tried.inputs, pieces, borrow(found), [borrow(part) for part in features])
 
-    def _run(self, inputs: _Inputs, calls: Calls, trial: StepInputs) -> tuple[Tensor, list[Tensor]]:
+    def _run(self, model: Model, inputs: _Inputs, calls: Calls, trial: StepInputs) -> tuple[Tensor, list[Tensor]]:
         pool = LayerPool(self._pool)
         step = CallingStep(calls, pool, trial)
         run = ForwardPass(step, pool, inputs.positions, self._records)
-        hidden = self._model.embed(inputs.ids) if inputs.hidden is None else inputs.hidden
-        return self._model.forward(hidden, run), run.recorded
+        hidden = model.embed(inputs.ids) if inputs.hidden is None else inputs.hidden
+        return model.forward(hidden, run), run.recorded
 
 
 @dataclass
@@ -262,16 +282,19 @@ class _Seen:
     """Makes the calls.
 
     Attributes:
-        results: shape and dtype of each, None for selections.
+        results: of each.
+        layers: that make them.
     """
 
     step: AttentionStep
     results: list[_Result] = field(default_factory=list)
+    layers: set[int] = field(default_factory=set)
     _selections: list[Selection] = field(default_factory=list)
 
     def call(self, layer: int, launch: Launch, rows: Sequence[Tensor | None]) -> Tensor | None:
         found = launch(self.step, self._selections, *rows)
-        self.results.append(None if found is None else (found.shape, found.dtype))
+        self.results.append(None if found is None else (found.shape[1:], found.dtype))
+        self.layers.add(layer)
         return found
 
 
@@ -281,7 +304,7 @@ class _Cuts:
     Tensors of a graph may share memory with those that are used after them, so calls keep only addresses.
 
     Args:
-        results: shape and dtype of the result of each call; None for selections.
+        results: of each call.
     """
 
     def __init__(self, results: Sequence[_Result], recorder: Recorder) -> None:
@@ -291,8 +314,8 @@ class _Cuts:
     def call(self, layer: int, launch: Launch, rows: Sequence[Tensor | None]) -> Tensor | None:
         result, borrow = next(self._results), self._recorder.borrow
         replay = self._recorder.cut()
-        device = next(row.device for row in rows if row is not None)
-        out = None if result is None else torch.empty(result[0], dtype=result[1], device=device)
+        first = next(row for row in rows if row is not None)
+        out = None if result is None else first.new_empty((len(first), *result[0]), dtype=result[1])
         kept = [None if row is None else borrow(row) for row in rows]
         self.pieces.append(_Piece(replay, _Call(layer, launch, kept, None if out is None else borrow(out))))
         return out

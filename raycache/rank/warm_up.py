@@ -12,6 +12,8 @@ a step needs follows from its rows, so the steps below have all kinds of rows th
     graphs      every recorded batch size; and of all these the short ones again, in recorded pieces
     short       every number of tokens for which steps are recorded as a whole
 
+Layers that launch the same kernels as others are left out of steps that are not recorded.
+
 All rows use the first page, read the first state and write the second, which are cleared before each step: results are
 meaningless but finite. No row reads what another one writes, so all rows of a step run at once (attention/states.py).
 Page moves warm up by themselves (memory/cuda_carrier.py).
@@ -81,6 +83,8 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
     # A rank of its own, whose page tables do not stay as wide as the longest sequence.
     eager = replace(
         rank,
+        model=rank.model.beginning(),
+        decode_model=None if rank.decode_model is None else rank.decode_model.beginning(),
         graphs=None,
         short_steps=None,
         pieces=None,
@@ -90,7 +94,8 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
     steps = [(eager, step) for step in eager_steps(deployment)]
     if batch_sizes:
         # Other stages may have recorded other steps; all run the same ones.
-        short, most = replace(eager, pieces=rank.pieces, _slots={}), min(deployment.max_step_tokens, LONGEST)
+        pieces, most = rank.pieces and rank.pieces.beginning(), min(deployment.max_step_tokens, LONGEST)
+        short = replace(eager, pieces=pieces, _slots={})
         steps += [(short, step) for _, step in steps if sum(row.num_tokens for row in step.plan.rows) <= most]
         whole = replace(rank, _slots={})
         steps += [(whole, step) for step in recorded_steps(deployment, sizes=batch_sizes)]

@@ -274,7 +274,7 @@ def test_additions_left_to_the_next_norm_change_no_bit() -> None:
         Residual(RMSNorm(drawn(16), 1e-6), mixer()),
     ]
     run, hidden = whole_pass(7), drawn(7, 16)
-    together = Decoder([parts[:2], parts[2:]], embedding=None, norm=None, head=None).forward(hidden.clone(), run)
+    together = Decoder({0: parts[:2], 1: parts[2:]}, embedding=None, norm=None, head=None).forward(hidden.clone(), run)
     for part in parts:
         hidden = part(hidden, run)
     assert torch.equal(together, hidden)

@@ -88,6 +88,18 @@ def test_stages_send_and_take_hidden_states(tiny: Callable[[str], Path], family:
             torch.testing.assert_close(last.forward(plan), alone.forward(plan), rtol=0, atol=2e-4)
 
 
+def test_without_calls_of_layers_whose_kernels_others_have(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, called = new_rank(tiny("llama"), ParallelContext.single(torch.device("cpu"))), list[int]()
+    rank.pieces = record(rank, SIZES).beginning()
+    monkeypatch.setattr(rank.pool, "gate", called.append)
+    for plan in script(rank)[:6]:
+        found = rank.forward(plan)
+        assert found is not None and found.isfinite().all()
+    assert called == [0, 1] * 6
+
+
 def test_longer_steps_are_launched(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     rank = new_rank(tiny("llama"), ParallelContext.single(torch.device("cpu")))
     rank.pieces = record(rank, [4, 16])
