@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from raycache.attention.flashinfer_replans import StaticTable
 from raycache.attention.key_parts import Division
 from raycache.parallel.devices import early
+from raycache.rounding import power_of_2
 
 _BLOCK, _WIDE_BLOCK = 64, 32
 """Keys that a program takes at once, of heads of up to 128 features and of larger ones."""
@@ -77,7 +78,7 @@ class Rows:
     @classmethod
     def whole(cls, table: StaticTable, window: int, *, reads_early: bool, is_recorded: bool = True) -> Rows:
         """For one program that takes the keys of a window at once."""
-        return cls(table, max(16, triton.next_power_of_2(window)), reads_early, is_recorded)
+        return cls(table, max(16, power_of_2(window)), reads_early, is_recorded)
 
     @classmethod
     def divided(
@@ -144,8 +145,8 @@ def attend(
         "PAGE": page,
         "NUM_KEY_HEADS": num_keys,
         "NUM_QUERIES": group,
-        "GROUP": triton.next_power_of_2(group),
-        "QUERIES": max(16, triton.next_power_of_2(group)),
+        "GROUP": power_of_2(group),
+        "QUERIES": max(16, power_of_2(group)),
         "KEYS": rows.keys,
         "AT_ONCE": _AT_ONCE,
         "IS_DIVIDED": is_divided,

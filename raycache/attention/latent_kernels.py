@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from raycache.attention.fp8_latent import FEWEST_KEYS, Programs, TileShape, Work, num_splits
 from raycache.memory.component import FP8_BLOCK
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div
 
 RANK = 4 * FP8_BLOCK
 """The size of latents that there is attention for."""
@@ -53,7 +54,7 @@ def attend(q: Tensor, q_rope: Tensor, pages: tuple[Tensor, ...], work: Work, *, 
     """
     shape, (num_tokens, num_heads, _) = work.shape, q.shape
     out, lse = _results(q)
-    tiles = triton.cdiv(num_heads, shape.heads)
+    tiles = ceil_div(num_heads, shape.heads)
     sizes = _sizes(q, pages, shape) | {"PAGE": pages[0].shape[1], "IS_SELECTED": False}
     _attend[(tiles * len(work.items),)](
         q,
@@ -103,7 +104,7 @@ def attend_selected(
     """
     shape, partial, (num_tokens, num_heads, _) = programs.shape, programs.partial, q.shape
     out, lse = _results(q)
-    tiles = triton.cdiv(num_heads, shape.heads)
+    tiles = ceil_div(num_heads, shape.heads)
     splits = num_splits(tiles * num_tokens, at_once=programs.at_once, most_keys=slots.shape[1])
     assert splits == 1 or partial.numel() >= num_tokens * splits * num_heads * _PART_LEN, "no room for results"
     sizes = _sizes(q, pages, shape) | {"PAGE": 1, "IS_SELECTED": True}

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from raycache.attention.merge import Part
 from raycache.parallel.devices import early
 from raycache.parallel.peer_kernels import high_of, low_of, pair_of
+from raycache.rounding import ceil_div, power_of_2
 
 WORD = torch.int32
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -39,7 +40,7 @@ def merge_apart(one: Part, other: Part, others: Part, sinks: Tensor | None) -> T
     if not num_tokens:
         return merged
     outs, lses = (each.view(WORD) for each in others)
-    _merge_apart[(num_tokens, triton.cdiv(num_heads, HEADS_AT_ONCE))](
+    _merge_apart[(num_tokens, ceil_div(num_heads, HEADS_AT_ONCE))](
         out.view(WORD),
         lse.view(WORD),
         other_out.view(WORD),
@@ -53,7 +54,7 @@ def merge_apart(one: Part, other: Part, others: Part, sinks: Tensor | None) -> T
         NUM_PARTS=len(outs),
         NUM_HEADS=num_heads,
         NUM_WORDS=dim // 2,
-        WORDS=triton.next_power_of_2(dim // 2),
+        WORDS=power_of_2(dim // 2),
         HEADS=HEADS_AT_ONCE,
         DTYPE=DTYPES[out.dtype],
         HAS_SINKS=sinks is not None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import power_of_2
 
 
 def write_rows(k: Tensor, v: Tensor, slots: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
@@ -25,7 +26,7 @@ def write_rows(k: Tensor, v: Tensor, slots: Tensor, *, to: tuple[Tensor, Tensor]
     if not num_tokens:
         return
     assert k[0].is_contiguous() and v[0].is_contiguous(), "heads of a token lie beside each other"
-    sizes = {"SIZE": size, "BLOCK": triton.next_power_of_2(size)}
+    sizes = {"SIZE": size, "BLOCK": power_of_2(size)}
     _write_rows[(num_tokens, 2)](k, v, slots, *to, k.stride(0), v.stride(0), **sizes, **early(k.device))
 
 

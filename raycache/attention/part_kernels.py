@@ -37,6 +37,7 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.devices import early
 from raycache.parallel.peer_kernels import receive, send
 from raycache.parallel.peer_memory import PROGRAMS, WORDS, PeerMemory
+from raycache.rounding import ceil_div, power_of_2
 from raycache.step.exchange import TokenExchange
 
 _LOG2_E = math.log2(math.e)
@@ -87,9 +88,9 @@ def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: 
     share, words = num_heads // memory.size, dim // 2
     num_rows = num_tokens * share
     # As many rows per program as let all be taken in one turn, if there is room.
-    rows = min(triton.next_power_of_2(triton.cdiv(num_rows, PROGRAMS)), _power_below(WORDS // (words + 1)))
+    rows = min(power_of_2(ceil_div(num_rows, PROGRAMS)), _power_below(WORDS // (words + 1)))
     merged = torch.empty((num_tokens, share, dim), dtype=out.dtype, device=out.device)
-    _exchange_and_merge[(min(triton.cdiv(num_rows, rows), PROGRAMS),)](
+    _exchange_and_merge[(min(ceil_div(num_rows, rows), PROGRAMS),)](
         out.view(WORD),
         lse.view(WORD),
         out if sinks is None else sinks,
@@ -101,7 +102,7 @@ def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: 
         memory.limit_ns,
         SHARE=share,
         NUM_WORDS=words,
-        ROW_WORDS=triton.next_power_of_2(words),
+        ROW_WORDS=power_of_2(words),
         ROWS=rows,
         DTYPE=DTYPES[out.dtype],
         HAS_SINKS=sinks is not None,
@@ -109,7 +110,7 @@ def _scatter_at_once(out: Tensor, lse: Tensor, sinks: Tensor | None, *, memory: 
         SIZE=memory.size,
         PROGRAMS=PROGRAMS,
         WORDS=WORDS,
-        num_warps=min(max(rows * triton.next_power_of_2(words) // 128, 1), 8),
+        num_warps=min(max(rows * power_of_2(words) // 128, 1), 8),
         **early(out.device),
     )
     return merged
@@ -134,7 +135,7 @@ def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool, tokens: Tensor |
     num_heads, dim = out.shape[1:]
     num_tokens, words = len(out) if tokens is None else len(tokens), dim // 2
     packed = torch.empty((size, num_tokens, num_heads // size, words + 1), dtype=WORD, device=out.device)
-    _pack[(num_tokens, triton.cdiv(num_heads, HEADS_AT_ONCE))](
+    _pack[(num_tokens, ceil_div(num_heads, HEADS_AT_ONCE))](
         out.contiguous().view(WORD),
         lse.contiguous().view(WORD),
         packed if tokens is None else tokens,
@@ -143,7 +144,7 @@ def pack(out: Tensor, lse: Tensor, *, size: int, is_log2: bool, tokens: Tensor |
         NUM_HEADS=num_heads,
         SHARE=num_heads // size,
         NUM_WORDS=words,
-        WORDS=triton.next_power_of_2(words),
+        WORDS=power_of_2(words),
         HEADS=HEADS_AT_ONCE,
         HAS_TOKENS=tokens is not None,
         IS_LOG2=is_log2,
@@ -179,7 +180,7 @@ def merge(
     if not num_tokens:
         return out
     own_out, own_lse = (packed, packed) if own is None else (part.contiguous().view(WORD) for part in own)
-    _merge[(num_tokens, triton.cdiv(num_heads, HEADS_AT_ONCE))](
+    _merge[(num_tokens, ceil_div(num_heads, HEADS_AT_ONCE))](
         packed,
         own_out,
         own_lse,
@@ -189,7 +190,7 @@ def merge(
         NUM_PARTS=num_parts,
         NUM_HEADS=num_heads,
         NUM_WORDS=words - 1,
-        WORDS=triton.next_power_of_2(words - 1),
+        WORDS=power_of_2(words - 1),
         HEADS=HEADS_AT_ONCE,
         DTYPE=DTYPES[dtype],
         HAS_OWN=own is not None,

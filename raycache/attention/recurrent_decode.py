@@ -34,6 +34,7 @@ from raycache.attention.recurrent_triton import Scanned, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
 from raycache.parallel.devices import early
+from raycache.rounding import power_of_2
 from raycache.step.inputs import StateRows
 
 
@@ -195,9 +196,9 @@ def _sizes(key_dim: int, value_dim: int, taps: int) -> dict[str, int]:
         "DK": key_dim,
         "DV": value_dim,
         "TAPS": taps,
-        "BK": triton.next_power_of_2(key_dim),
-        "BV": triton.next_power_of_2(value_dim),
-        "BT": triton.next_power_of_2(taps),
+        "BK": power_of_2(key_dim),
+        "BV": power_of_2(value_dim),
+        "BT": power_of_2(taps),
         "num_warps": 1,  # sums over a head stay within a warp
     }
 

@@ -27,6 +27,7 @@ from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.recurrent_decode import softplus
 from raycache.attention.recurrent_plain import CHUNK, FORGOTTEN
 from raycache.attention.recurrent_triton import side_by_side
+from raycache.rounding import ceil_div, power_of_2
 
 _PER_LN2 = 1.4426950408889634
 
@@ -61,8 +62,8 @@ def decays(chunks: Chunks, g: Tensor, *, gates: DeltaRule | None) -> Tensor:
     g = side_by_side(g)
     _, heads, channels = g.shape
     out = torch.empty((1, chunks.num_tokens, heads, channels), dtype=torch.float32, device=g.device)
-    block = min(64, triton.next_power_of_2(channels))
-    _decays[len(chunks.table), heads, triton.cdiv(channels, block)](
+    block = min(64, power_of_2(channels))
+    _decays[len(chunks.table), heads, ceil_div(channels, block)](
         chunks.table,
         g,
         g if gates is None else gates.rate,
@@ -103,8 +104,8 @@ def pass_states(
         to: where the states are written in half precision, [1, n, Hv, Dk, Dv], and what tokens write, shaped like u.
     """
     value_heads, key_dim, value_dim = states.shape[1:]
-    columns = min(32, max(16, triton.next_power_of_2(value_dim)))
-    _pass_states[triton.cdiv(value_dim, columns), value_heads, len(rows.chains)](
+    columns = min(32, max(16, power_of_2(value_dim)))
+    _pass_states[ceil_div(value_dim, columns), value_heads, len(rows.chains)](
         states,
         rows.rows,
         rows.chains,
@@ -118,7 +119,7 @@ def pass_states(
         value_heads // k.shape[2],
         DK=key_dim,
         DV=value_dim,
-        BK=max(16, triton.next_power_of_2(key_dim)),
+        BK=max(16, power_of_2(key_dim)),
         BV=columns,
         C=CHUNK,
         IS_PER_CHANNEL=g.shape[-1] > 1,

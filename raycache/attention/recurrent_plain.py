@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from raycache.attention.recurrent_triton import Scanned, side_by_side
+from raycache.rounding import ceil_div, power_of_2
 from raycache.step.inputs import StateRows
 
 CHUNK = 64
@@ -48,9 +49,9 @@ def scan_plain(
     """
     value_heads, key_dim, value_dim = states.shape[1:]
     q, k, v, g = (side_by_side(x) for x in scanned[:4])
-    features = max(16, triton.next_power_of_2(key_dim))
-    columns = min(64 if features <= 128 else 32, max(16, triton.next_power_of_2(value_dim)))
-    _scan_plain[triton.cdiv(value_dim, columns), value_heads, len(chains)](
+    features = max(16, power_of_2(key_dim))
+    columns = min(64 if features <= 128 else 32, max(16, power_of_2(value_dim)))
+    _scan_plain[ceil_div(value_dim, columns), value_heads, len(chains)](
         states,
         rows.spans,
         rows.reads,

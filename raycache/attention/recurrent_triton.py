@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 from raycache.step.inputs import StateRows
 
 BLOCK_TOKENS = 32
@@ -88,8 +89,8 @@ def step(states: Tensor, rows: StateRows, scanned: Scanned, *, out: Tensor) -> N
     value_heads, key_dim, value_dim = states.shape[1:]
     q, k, v, g = (side_by_side(x) for x in scanned[:4])
     beta, added = scanned.beta, scanned.added
-    columns = min(32, triton.next_power_of_2(value_dim))
-    grid = (triton.cdiv(value_dim, columns), value_heads, len(rows.spans))
+    columns = min(32, power_of_2(value_dim))
+    grid = (ceil_div(value_dim, columns), value_heads, len(rows.spans))
     _step[grid](
         states,
         rows.spans,
@@ -109,7 +110,7 @@ def step(states: Tensor, rows: StateRows, scanned: Scanned, *, out: Tensor) -> N
         value_heads // q.shape[1],
         DK=key_dim,
         DV=value_dim,
-        BK=triton.next_power_of_2(key_dim),
+        BK=power_of_2(key_dim),
         BV=columns,
         IS_PER_CHANNEL=g.shape[-1] > 1,
         HAS_BETA=beta is not None,
@@ -140,13 +141,13 @@ def convolve(
     """
     x, weight = side_by_side(x), weight.contiguous()
     heads, dim, taps = weight.shape
-    channels = min(256, triton.next_power_of_2(heads * dim))
+    channels = min(256, power_of_2(heads * dim))
     if blocks.size > 1:
         channels = min(128, channels)
     is_unit = activation is not None and activation.length is not None
     if is_unit:
-        channels = triton.next_power_of_2(dim)
-    _convolve[len(blocks.table), heads if is_unit else triton.cdiv(heads * dim, channels)](
+        channels = power_of_2(dim)
+    _convolve[len(blocks.table), heads if is_unit else ceil_div(heads * dim, channels)](
         states,
         rows.spans,
         rows.reads,

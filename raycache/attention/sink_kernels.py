@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div
 
 _BLOCK = 1024
 """Features per program: 16 bytes per load of each of 128 threads."""
@@ -19,7 +20,7 @@ _BLOCK = 1024
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Kernel of `sinks.apply_sinks`: out [T, H, D] contiguous, lse [T, H], sinks [H]."""
     num_tokens, num_heads, dim = out.shape
-    grid = num_tokens, triton.cdiv(num_heads * dim, _BLOCK)
+    grid = num_tokens, ceil_div(num_heads * dim, _BLOCK)
     strides, sizes = lse.stride(), {"SIZE": num_heads * dim, "DIM": dim, "BLOCK": _BLOCK}
     _apply_sinks[grid](out, lse, sinks, *strides, **sizes, **early(out.device))
 

@@ -24,7 +24,6 @@ from itertools import groupby
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from raycache.attention.sparse_choice_kernels import choose_keys, find_last_chos
 from raycache.attention.sparse_score_kernels import score_keys
 from raycache.memory.views import IndexView
 from raycache.parallel.owned_tokens import owned_prefix_lens
+from raycache.rounding import ceil_div, power_of_2
 from raycache.step.inputs import Places, StepInputs
 
 SCORE_BYTES = 256 << 20  # of float32 scores held at once
@@ -197,13 +197,13 @@ class _Asked:
             more_than: queries with at most this many keys are not scored.
         """
         heads, dim = self.q.shape[1:]
-        block_heads = max(16, triton.next_power_of_2(heads))
+        block_heads = max(16, power_of_2(heads))
         block = max(1, _COLUMNS // block_heads) if span.is_chunk else 1
         scores = torch.empty((len(span.queries), span.width), dtype=torch.float32, device=self.q.device)
         if span.width <= more_than:
             return scores
-        blocks, tiles = triton.cdiv(len(span.queries), block), triton.cdiv(span.width, _KEYS_PER_TILE)
-        score_keys[(blocks, min(tiles, triton.cdiv(_PROGRAMS, blocks)))](
+        blocks, tiles = ceil_div(len(span.queries), block), ceil_div(span.width, _KEYS_PER_TILE)
+        score_keys[(blocks, min(tiles, ceil_div(_PROGRAMS, blocks)))](
             self.q,
             self.weights,
             self.keys,
@@ -219,7 +219,7 @@ class _Asked:
             DIM=dim,
             SHARE=self.keys.shape[1],
             BLOCK_HEADS=block_heads,
-            BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+            BLOCK_DIM=max(16, power_of_2(dim)),
             BLOCK_QUERIES=block,
             BLOCK_KEYS=_KEYS_PER_TILE,
             NUM_STAGES=_NUM_STAGES,
@@ -240,8 +240,8 @@ class _Asked:
         listed, width, count, tiles = slots, span.width, slots.shape[1], 0
         while tiles != 1:
             # At least MAX_TOP_K, so that there are few kernels, and each can hold K keys.
-            block = min(_CHOSEN_FROM, triton.next_power_of_2(max(width, MAX_TOP_K)))
-            is_first, tiles = tiles == 0, triton.cdiv(width, block)
+            block = min(_CHOSEN_FROM, power_of_2(max(width, MAX_TOP_K)))
+            is_first, tiles = tiles == 0, ceil_div(width, block)
             out = slots if tiles == 1 else slots.new_empty(len(scores), tiles * count)
             choose_keys[(len(scores), tiles)](
                 scores,
@@ -310,7 +310,7 @@ def _last_chosen(candidates: Tensor, *, top_k: int) -> Tensor:
     size, queries, count = candidates.shape
     last = candidates.new_empty(queries)
     if queries:
-        block = triton.next_power_of_2(size * count)
+        block = power_of_2(size * count)
         find_last_chosen[(queries,)](
             candidates,
             last,
@@ -327,6 +327,6 @@ def _last_chosen(candidates: Tensor, *, top_k: int) -> Tensor:
 def _keep(slots: Tensor, candidates: Tensor, last: Tensor) -> SlotSelection:
     """Keep the slots [T, K] whose sortables [T, K] are not below the last selected one of their query [T]."""
     kept, lengths = torch.empty_like(slots), slots.new_empty(len(slots))
-    block = triton.next_power_of_2(slots.shape[1])
+    block = power_of_2(slots.shape[1])
     keep_chosen[(len(slots),)](slots, candidates, last, kept, lengths, slots.shape[1], BLOCK=block)
     return SlotSelection(kept, lengths)

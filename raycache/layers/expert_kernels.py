@@ -32,6 +32,7 @@ from raycache.layers.fused_experts import FusedExperts
 from raycache.layers.kernels import active
 from raycache.layers.routing_kernels import LISTED, Routes, combine, num_blocks, rows_of
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class _ProductKind:
             "BN": tile.size,
             "BK": tile.depth,
             "MODE": mode,
-            "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "EXPERTS": power_of_2(self.num_experts),
             "CHOSEN": self.num_chosen,
             "KIND": "none" if self.recipe is None else self.recipe.kind,
             "IS_GATED": self.is_gated,
@@ -209,7 +210,7 @@ def _multiply(
             experts = routes.blocks
     gate, up = (kind.of_kernel(matrix, tiles) for matrix in matrices)
     tensors = x, gate, up, matrices[0] if bias is None else bias, order, ends, experts, out
-    grid = triton.cdiv(kind.size, kind.tile(tiles).size), blocks
+    grid = ceil_div(kind.size, kind.tile(tiles).size), blocks
     _product[grid](*tensors, *kind.numbers(), **kind.sizes(tiles, mode))
     return out
 

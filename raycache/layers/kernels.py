@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 _FEATURES_PER_PROGRAM = 1024  # 16 bytes per load of each of 128 threads
 
@@ -31,7 +32,7 @@ def add_norm(
     num_tokens, size = x.shape
     normed = x.new_empty(x.shape)
     total = x if delta is None else x.new_empty(x.shape)
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     _add_norm[(num_tokens,)](
         x,
         x if delta is None else delta,
@@ -60,7 +61,7 @@ def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0)
     """
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // (1 if kind == "relu2" else 2)
     out = gate_up.new_empty((num_tokens, size))
-    grid = (num_tokens, triton.cdiv(size, _FEATURES_PER_PROGRAM))
+    grid = (num_tokens, ceil_div(size, _FEATURES_PER_PROGRAM))
     sizes = {"SIZE": size, "BLOCK": _FEATURES_PER_PROGRAM}
     _gated[grid](gate_up, out, alpha, limit, gate_up.stride(0), **sizes, KIND=kind, **early(gate_up.device))
     return out
@@ -70,9 +71,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activatio
     """Kernel of `fused.gated_norm`: [T, G, N] -> new [T, G, N]; weight is contiguous."""
     num_tokens, num_groups, size = x.shape
     out = gate.new_empty(x.shape)
-    block = triton.next_power_of_2(size)
-    groups = triton.next_power_of_2(min(num_groups, max(1, _FEATURES_PER_PROGRAM // block)))
-    _gated_norm[(num_tokens, triton.cdiv(num_groups, groups))](
+    block = power_of_2(size)
+    groups = power_of_2(min(num_groups, max(1, _FEATURES_PER_PROGRAM // block)))
+    _gated_norm[(num_tokens, ceil_div(num_groups, groups))](
         x,
         gate,
         weight,
@@ -97,7 +98,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     """Kernel of `fused.sigmoid_gated`: [T, H, D] -> new [T, H, D]; x is contiguous, and so are the gates of a token."""
     num_tokens, size = x.shape[0], x.shape[1] * x.shape[2]
     out = x.new_empty(x.shape)
-    grid = (num_tokens, triton.cdiv(size, _FEATURES_PER_PROGRAM))
+    grid = (num_tokens, ceil_div(size, _FEATURES_PER_PROGRAM))
     _sigmoid_gated[grid](x, gate, out, gate.stride(0), SIZE=size, BLOCK=_FEATURES_PER_PROGRAM, **early(x.device))
     return out
 
@@ -105,7 +106,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 def angles(positions: Tensor, inverse: Tensor, cos: Tensor, sin: Tensor, *, scale: float) -> None:
     """Kernel of `fused.angles`; writes to cos and sin. All tensors are contiguous."""
     num_pairs = len(inverse)
-    pairs = triton.next_power_of_2(num_pairs)
+    pairs = power_of_2(num_pairs)
     _angles[(len(positions),)](positions, inverse, cos, sin, scale, NUM_PAIRS=num_pairs, PAIRS=pairs, num_warps=1)
 
 
@@ -128,14 +129,14 @@ def rotate(
     """
     num_tokens, num_heads, dim = x.shape
     num_pairs = cos.shape[-1] // 2
-    pairs = triton.next_power_of_2(num_pairs)
+    pairs = power_of_2(num_pairs)
     rest = dim - 2 * num_pairs
-    heads, num_warps = triton.next_power_of_2(min(num_heads, max(1, _FEATURES_PER_PROGRAM // pairs))), 4
+    heads, num_warps = power_of_2(min(num_heads, max(1, _FEATURES_PER_PROGRAM // pairs))), 4
     if rest:
         # Both parts of a head are padded; one warp for four heads of 256 takes a third of the time of four for 18.
-        width = 2 * pairs + triton.next_power_of_2(rest)
-        heads, num_warps = min(heads, max(1, triton.next_power_of_2(1280 // width + 1) // 2)), 1
-    _rotate[(num_tokens, triton.cdiv(num_heads, heads))](
+        width = 2 * pairs + power_of_2(rest)
+        heads, num_warps = min(heads, max(1, power_of_2(1280 // width + 1) // 2)), 1
+    _rotate[(num_tokens, ceil_div(num_heads, heads))](
         x,
         cos,
         sin,
@@ -148,7 +149,7 @@ def rotate(
         NUM_PAIRS=num_pairs,
         PAIRS=pairs,
         NUM_REST=rest,
-        REST=triton.next_power_of_2(max(rest, 1)),
+        REST=power_of_2(max(rest, 1)),
         HEADS=heads,
         HAS_NORM=weight is not None,
         IS_INTERLEAVED=is_interleaved,

@@ -31,6 +31,7 @@ from raycache.layers.kernels import active
 from raycache.layers.mx_packing import last_planes_ptx, plane_ptx
 from raycache.layers.routing_kernels import Routes, num_blocks, rows_of
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class _Kind:
             "BM": tile.rows,
             "BN": tile.size // 2,
             "MODE": mode,
-            "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "EXPERTS": power_of_2(self.num_experts),
             "CHOSEN": self.num_chosen,
             "KIND": "none" if self.recipe is None else self.recipe.kind,
             "IS_GATED": self.is_gated,
@@ -188,7 +189,7 @@ def mx_product(
     blocks = num_blocks(len(routes.order), num_experts, tile.rows) if mode == "blocks" else len(routes.order)
     out = torch.empty(_shape(kind, tile, len(routes.order)), dtype=_dtype(tile), device=x.device)
     tensors = x, codes, scales, x if bias is None else bias, routes.order, routes.ends, routes.experts, out
-    grid = triton.cdiv(size, tile.size), blocks, tile.summands
+    grid = ceil_div(size, tile.size), blocks, tile.summands
     _product[grid](*tensors, *kind.numbers(), **kind.sizes(tile, mode))
     return out
 

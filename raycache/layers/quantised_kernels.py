@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from raycache.layers.routing_kernels import Routes, find, num_blocks
+from raycache.rounding import ceil_div, power_of_2
 
 GROUP = 128
 """Input features that share a scale."""
@@ -51,7 +52,7 @@ def quantise(x: Tensor, *, num_rows: int, num_columns: int, offset: int) -> tupl
     """
     codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_columns // GROUP, num_rows, dtype=torch.float32, device=x.device)
-    grid = (num_rows, triton.cdiv(len(scales), 8))
+    grid = (num_rows, ceil_div(len(scales), 8))
     sizes = {"K": x.shape[1], "COLUMNS": num_columns, "OFFSET": offset, "SIZE": GROUP, "WIDE": 8}
     _quantise[grid](x, codes, scales, len(x), num_rows, x.stride(0), **sizes)
     return codes, scales
@@ -85,7 +86,7 @@ def fp8_product(
     average = len(routes.order) / num_experts  # rows per expert, fixed in a CUDA graph
     tile = next(tile for most, tile in _TILES if average <= most)
     out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
-    _fp8_product[(triton.cdiv(size, tile.size), num_blocks(len(routes.order), num_experts, tile.rows))](
+    _fp8_product[(ceil_div(size, tile.size), num_blocks(len(routes.order), num_experts, tile.rows))](
         x,
         x_scales,
         codes,
@@ -97,7 +98,7 @@ def fp8_product(
         num_experts,
         x.shape[0],
         scales.shape[1],
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=power_of_2(num_experts),
         CHOSEN=routes.num_chosen,
         IS_INPUT=is_input,
         HAS_BIAS=bias is not None,

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.layers.router import Choice
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 MOST_TOKENS = 1024
 """Most tokens whose logits a kernel makes; for more a plain product in float32 takes little of the time."""
@@ -71,9 +72,9 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     """
     (num_tokens, size), count = x.shape, len(weight)
     tile = next(tile for tile in _TILES if num_tokens <= tile.most)
-    grid = triton.cdiv(count, tile.experts), triton.cdiv(num_tokens, tile.tokens), _PARTS
+    grid = ceil_div(count, tile.experts), ceil_div(num_tokens, tile.tokens), _PARTS
     out = torch.empty(_PARTS, num_tokens, count, dtype=torch.float32, device=x.device)
-    sizes = {"NUM_EXPERTS": count, "NUM_FEATURES": size, "CHUNK": triton.cdiv(size, _PARTS * tile.depth) * tile.depth}
+    sizes = {"NUM_EXPERTS": count, "NUM_FEATURES": size, "CHUNK": ceil_div(size, _PARTS * tile.depth) * tile.depth}
     tiles = {"BE": tile.experts, "BT": tile.tokens, "BK": tile.depth}
     _logits[grid](x, weight, out, num_tokens, x.stride(0), **sizes, **tiles, num_stages=4, **early(x.device))
     return out
@@ -105,9 +106,9 @@ def choose(logits: Tensor, correction: Tensor | None, how: Choice) -> tuple[Tens
         NUM_EXPERTS=how.count,
         NUM_CHOSEN=how.top_k,
         NUM_SHARED=how.num_shared,
-        CHOSEN=triton.next_power_of_2(num_chosen),
+        CHOSEN=power_of_2(num_chosen),
         GROUPS=how.num_groups,
-        SIZE=triton.next_power_of_2(how.count // how.num_groups),
+        SIZE=power_of_2(how.count // how.num_groups),
         NUM_TOP_GROUPS=how.top_groups,
         IS_SOFTMAX=correction is None,
         IS_NORMED=how.renormalise,

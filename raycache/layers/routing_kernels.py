@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 LISTED = 4096
 """Up to this many rows, positions are counted in one launch that compares all pairs; for more in four, which also list
@@ -90,7 +91,7 @@ def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Te
     """
     (num_tokens, num_chosen), size = weights.shape, parts.shape[-1]
     out = parts.new_empty(num_tokens, size, dtype=torch.bfloat16)
-    grid = (num_tokens, triton.cdiv(size, 1024))
+    grid = (num_tokens, ceil_div(size, 1024))
     summands = 1 if parts.ndim == 2 else parts.shape[1]
     sizes = {"SIZE": size, "CHOSEN": num_chosen, "SUMMANDS": summands, "BLOCK": 1024}
     _combine[grid](parts, weights.contiguous(), ids.contiguous(), out, num_experts, **sizes, **early(parts.device))
@@ -100,8 +101,8 @@ def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Te
 def _sort_few(ids: Tensor, routes: Routes) -> None:
     """Fill `routes` but for its blocks."""
     num_rows, num_experts = len(routes.order), len(routes.ends)
-    rows = triton.cdiv(num_rows, 64)
-    _route[(rows + triton.cdiv(num_experts, 64),)](
+    rows = ceil_div(num_rows, 64)
+    _route[(rows + ceil_div(num_experts, 64),)](
         ids, routes.order, routes.ends, routes.experts, num_rows, num_experts, rows,
         BLOCK=64, WIDE=256, num_warps=8, **early(ids.device),
     )  # fmt: skip
@@ -110,8 +111,8 @@ def _sort_few(ids: Tensor, routes: Routes) -> None:
 def _sort(ids: Tensor, routes: Routes, rows_per_block: int) -> None:
     """Fill `routes`, with work in proportion to the rows."""
     num_rows, num_experts = len(routes.order), len(routes.ends)
-    bins = triton.next_power_of_2(max(num_experts + 1, 16))
-    chunks = triton.cdiv(num_rows, _CHUNK)
+    bins = power_of_2(max(num_experts + 1, 16))
+    chunks = ceil_div(num_rows, _CHUNK)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     totals = torch.empty(bins, dtype=torch.int32, device=ids.device)
     starts = torch.empty_like(totals)

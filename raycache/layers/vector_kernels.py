@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 MOST_WEIGHTS = {4096: 2**26, 8192: 2**24}
 """Input features at most -> weights at most. Other matrices are read as fast by cuBLAS (on an H200)."""
@@ -44,7 +45,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     blocks = weight if weight.dim() == 3 else weight[None]
     size, depth = blocks.shape[0] * blocks.shape[1], blocks.shape[2]
     out = x.new_empty(1, size)
-    _multiply[(triton.cdiv(size, _ROWS),)](
+    _multiply[(ceil_div(size, _ROWS),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -54,7 +55,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         blocks.stride(0),
         blocks.stride(1),
         NUM_FEATURES=depth,
-        FEATURES=triton.next_power_of_2(depth),
+        FEATURES=power_of_2(depth),
         ROWS=_ROWS,
         HAS_BIAS=bias is not None,
         num_warps=_WARPS,

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.parallel.devices import early
+from raycache.rounding import ceil_div, power_of_2
 
 _FEATURES = 1024
 """Features of a program: 16 bytes per load of each of 128 threads."""
@@ -30,7 +31,7 @@ def embed(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     (num_rows, size), num_tokens = weight.shape, len(ids)
     out = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
     if num_tokens:
-        grid = num_tokens, triton.cdiv(size, _FEATURES)
+        grid = num_tokens, ceil_div(size, _FEATURES)
         _embed[grid](ids, weight, out, first, num_rows, SIZE=size, BLOCK=_FEATURES, **early(ids.device))
     return out
 
@@ -48,7 +49,7 @@ def best_of_part(logits: Tensor, tokens: range, *, num_parts: int) -> Tensor:
     """
     best = torch.empty((len(logits), num_parts, 2), dtype=torch.int64, device=logits.device)
     if len(logits):
-        block = triton.next_power_of_2(triton.cdiv(max(logits.shape[1], 1), num_parts))
+        block = power_of_2(ceil_div(max(logits.shape[1], 1), num_parts))
         sizes = {"BLOCK": min(block, 8192), "num_warps": min(max(block // 512, 1), 8)}
         stride = logits.stride(0)
         _best_of_part[len(logits), num_parts](
@@ -62,7 +63,7 @@ def best_of_all(best: Tensor) -> Tensor:
     members, num_tokens, parts, _ = best.shape
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=best.device)
     if num_tokens:
-        sizes = {"MEMBERS": members, "SIZE": triton.next_power_of_2(members), "PARTS": parts}
+        sizes = {"MEMBERS": members, "SIZE": power_of_2(members), "PARTS": parts}
         _best_of_all[num_tokens,](best.contiguous(), tokens, num_tokens, **sizes, num_warps=1, **early(best.device))
     return tokens
 

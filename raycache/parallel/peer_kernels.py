@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from raycache.parallel.devices import early
 from raycache.parallel.peer_memory import PROGRAMS, WORDS, PeerMemory
+from raycache.rounding import ceil_div
 
 _WORD = torch.int32
 _BLOCKS = (256, 512, 1024, 2048)
@@ -43,7 +44,7 @@ def sum_parts(x: Tensor, memory: PeerMemory) -> None:
     """
     num_vectors = x.nbytes // 16
     block = _block(4 * num_vectors)
-    _sum[(min(triton.cdiv(4 * num_vectors, block), PROGRAMS),)](
+    _sum[(min(ceil_div(4 * num_vectors, block), PROGRAMS),)](
         x.view(-1).view(_WORD),
         memory.peers,
         memory.numbers,
@@ -70,7 +71,7 @@ def exchange(x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | No
         out = x.new_empty((memory.size, *x.shape) if is_gather else x.shape)
     num_vectors = out.nbytes // memory.size // 16
     block = _block(4 * num_vectors)
-    _exchange[(min(triton.cdiv(4 * num_vectors, block), PROGRAMS),)](
+    _exchange[(min(ceil_div(4 * num_vectors, block), PROGRAMS),)](
         x.view(-1).view(_WORD),
         out.view(-1).view(_WORD),
         memory.peers,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from raycache.rounding import ceil_div
+
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _BLOCK = 1024
 
@@ -24,7 +26,7 @@ def copy_words(source: Tensor, to: Tensor) -> None:
     assert (source.shape, source.dtype) == (to.shape, to.dtype), "a kernel would write beside it"
     word = _WORDS[source.itemsize]
     if source.numel():
-        grid = (triton.cdiv(source.numel(), _BLOCK),)
+        grid = (ceil_div(source.numel(), _BLOCK),)
         _copy_words[grid](source.view(-1).view(word), to.view(-1).view(word), source.numel(), BLOCK=_BLOCK)
 
 
