@@ -58,7 +58,11 @@ def _kind(value: Any, known: dict[int, Hashable]) -> Hashable:
             known[id(value)] = type(value).__qualname__  # for what refers to itself
             known[id(value)] = type(value), tuple((name, _kind(each, known)) for name, each in _attributes(value))
         return known[id(value)]
-    found: Hashable = value if isinstance(value, Hashable) else type(value).__qualname__
+    try:
+        hash(value)
+    except TypeError:
+        return type(value).__qualname__
+    found: Hashable = value
     return found
 
 
