@@ -383,10 +383,9 @@ class LoadedRank:
     @property
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
         """Batch sizes to record: of steps, with one row per token; of draft passes, with one row per request."""
-        config, cp = self.deployment.config, self.member.ctx.cp.size
-        most = config.max_running
-        may_split_rows = cp == 1 or self._decode_model is not None
-        tokens = most * (1 + config.most_drafts) if may_split_rows else most
+        config, most = self.deployment.config, self.deployment.config.max_running
+        cp = 1 if self._decode_model is not None else self.member.ctx.cp.size  # ranks among which rows are divided
+        tokens = most * (1 + config.most_drafts) if cp == 1 else most
         return batch_sizes(tokens, cp=cp), batch_sizes(most, cp=cp) if self.draft is not None else []
 
     @property

@@ -38,7 +38,7 @@ class DecodeBatch:
     """Inputs of batches of one size.
 
     Args:
-        size: B, a multiple of cp.
+        size: B; a multiple of cp without `has_all_tokens`.
         pool: must have scratch units.
         longest: most tokens of a row.
         has_all_tokens: see `build_inputs`.

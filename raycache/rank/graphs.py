@@ -90,7 +90,11 @@ def for_draft(hidden: Tensor, recorded: Sequence[Tensor]) -> Tensor:
 
 
 def batch_sizes(most: int, *, cp: int) -> list[int]:
-    """Batch sizes to record, in rows, up to `most` and multiples of cp; larger batches run without graphs."""
+    """Batch sizes to record, in rows, up to `most`; larger batches run without graphs.
+
+    Args:
+        cp: ranks among which rows are divided; sizes are multiples of it.
+    """
     sizes = {-(-min(size, most) // cp) * cp for size in _SIZES}
     return sorted(sizes)
 
