@@ -37,7 +37,7 @@ class ForwardPass:
         positions: int64 [T_local], positions of this rank's new tokens in their sequences.
         records: layers whose inputs are recorded for a draft model.
         recorded: those inputs, [T_local, C] each.
-        selections: layer -> tokens selected by its indexer, for later layers that share them.
+        selection: tokens that the last indexer has selected, for layers that share them.
     """
 
     def __init__(self, step: AttentionStep, pool: LayerViews, positions: Tensor, records: Collection[int] = ()) -> None:
@@ -46,7 +46,7 @@ class ForwardPass:
         self.step = step
         self.pool = pool
         self.positions = positions
-        self.selections: dict[int, Selection] = {}
+        self.selection: Selection | None = None
         self._rotations: dict[tuple[Rotary, torch.dtype], Rotation] = {}
 
     def rotation(self, rotary: Rotary, dtype: torch.dtype) -> Rotation:

@@ -54,7 +54,7 @@ class IndexerConfig:
         rope_dim: Dr.
         top_k: number of tokens that a query attends to.
         is_interleaved: which features its rope pairs (see `Rotary`).
-        sources: for each layer, the layer whose indexer it uses: itself or an earlier one.
+        sources: for each layer, the layer whose indexer it uses: itself or the last one before it that has one.
     """
 
     num_heads: int
@@ -149,7 +149,7 @@ class Indexer:
         k = self._rotated(k[:, None], rotation)[:, 0]
         weights = F.linear(x.to(self._head_weights.dtype), self._head_weights) * self._scale
         selection = run.step.select(run.pool.index(self._layer), q, k, weights, top_k=self._top_k)
-        run.selections[self._layer] = selection
+        run.selection = selection  # of the last one only: they are large
         return selection
 
     def over_cp(self, split: CpSplit) -> Indexer:
@@ -164,13 +164,11 @@ class Indexer:
 
 
 class SharedSelection:
-    """Reuses what the indexer of an earlier layer, `source`, selected in the same pass."""
-
-    def __init__(self, source: int) -> None:
-        self._source = source
+    """Reuses what the last indexer before it selected in the same pass."""
 
     def __call__(self, x: Tensor, source: Tensor, run: ForwardPass) -> Selection:
-        return run.selections[self._source]
+        assert run.selection is not None, "a stage begins with an indexer"
+        return run.selection
 
     def over_cp(self, split: CpSplit) -> SharedSelection:
         return self
@@ -183,7 +181,7 @@ KEY_NORM_EPS = 1e-6
 def load_selector(config: IndexerConfig, weights: ShardedWeights, *, layer: int, size: int, rotary: Rotary) -> Selector:
     """Read the indexer of a layer, whole on every rank, unless the layer shares another's selection. `size` is C."""
     if config.sources[layer] != layer:
-        return SharedSelection(config.sources[layer])
+        return SharedSelection()
     heads, dim = config.num_heads, config.head_dim
     return Indexer(
         layer,

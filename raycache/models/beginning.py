@@ -16,8 +16,8 @@ from torch import Tensor
 
 _TWICE = 2
 """Layers of a kind that are needed: the first layer of a model adds nothing before its norm."""
-_NUMBERS = ("_layer", "_source")
-"""Where parts keep the number of their layer, and of an earlier one that they use."""
+_NUMBER = "_layer"
+"""Where parts keep the number of their layer."""
 _ALIGNED = 16
 """Bytes; kernels are compiled for pointers that are multiples of it, or for any."""
 
@@ -68,4 +68,4 @@ def _kind(value: Any, known: dict[int, Hashable]) -> Hashable:
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     names = [each.name for each in fields(value)] if is_dataclass(value) else list(vars(value))
-    return [(name, getattr(value, name)) for name in names if name not in _NUMBERS]
+    return [(name, getattr(value, name)) for name in names if name != _NUMBER]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GlmMoeDsaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
+from raycache.attention.torch_ref import TorchStep
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
@@ -196,6 +198,24 @@ def test_layers_that_share_a_selection_keep_no_index_keys(tiny: Callable[[str], 
     latent, index = components(read_config(tiny("glm_moe_dsa")), CacheFormat("float32"))
     assert (latent.name, latent.layers, index.name, index.layers) == ("latent", (0, 1, 2, 3), "index", (0, 2))
     assert all(field.head_axis is None for part in (latent, index) for field in part.fields)
+
+
+def test_selections_of_earlier_layers_are_freed(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long step have 64 MiB per layer in DeepSeek-V3.2."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    kept: list[int] = []
+    select = TorchStep.select
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        kept.append(sum(one() is not None for one in made))
+        found = select(*args, **kwargs)
+        assert found.causal[0] is not None
+        made.append(weakref.ref(found.causal[0]))
+        return found
+
+    monkeypatch.setattr(TorchStep, "select", noted)
+    single_rank_logits(tiny("deepseek_v32"), IDS[0], cuts=[60])
+    assert len(kept) == 8 and max(kept) == 1
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------
