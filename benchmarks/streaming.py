@@ -41,6 +41,7 @@ from launch.http.bind import bind
 from launch.http.serve import serve
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
+from raycache.garbage import freeze_startup_objects
 from raycache.types import EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
 
 _ROUNDS = 3
@@ -106,6 +107,7 @@ def run_server(model: str, address: Address, ready: Pipe) -> None:
 
     async def run() -> None:
         await connection.open(address)
+        freeze_startup_objects()  # as a real server does
         engine: Any = front.RayEngine(config, device="cpu", placement=SimpleNamespace())  # type: ignore[arg-type]
         app = build_app(engine, config=config, info=info, tokenizer=tokenizer)
         await serve(app, sock=bind(config), stop=asyncio.Event(), on_started=ready.send, config=config)
