@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_TRIALS = 2
+_TRIALS = 3
 
 Replay = Callable[[], None]
 """Launches the kernels of a graph again."""
