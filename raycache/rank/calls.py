@@ -19,8 +19,8 @@ from raycache.step.inputs import StepInputs
 # Shapes in this file: S tokens of the step.
 
 Launch = Callable[..., Tensor | None]
-"""A call of attention: (step, selections of the step, *its arguments with a row per token); adds to the selections, or
-returns a tensor."""
+"""A call of attention: (step, the newest selection of the step in a list, *its arguments with a row per token);
+replaces the selection, or returns a tensor."""
 
 
 class Calls(Protocol):
@@ -56,9 +56,7 @@ class LayerPool:
 
 @dataclass(frozen=True)
 class _Selected:
-    """Stands for a selection of the step that is replayed: the `number`th of them."""
-
-    number: int
+    """Stands for the newest selection of the step that is replayed."""
 
 
 class CallingStep:
@@ -66,7 +64,6 @@ class CallingStep:
 
     def __init__(self, calls: Calls, pool: LayerPool, trial: StepInputs) -> None:
         self._calls, self._pool, self._trial = calls, pool, trial
-        self._num_selected = 0
         self.recurrent: RecurrentStep = CallingRecurrence(calls, pool)
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
@@ -92,7 +89,7 @@ class CallingStep:
         assert selection is None or isinstance(selection, _Selected), "a selection is used in the step that made it"
 
         def launch(step: AttentionStep, selections: list[Selection], q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-            chosen = None if selection is None else selections[selection.number]
+            chosen = None if selection is None else selections[0]
             return step.attend_latent(view, q, latent, rope, projection, scale=scale, selection=chosen)
 
         return _tensor(self._calls.call(self._pool.layer, launch, (q, latent, rope)))
@@ -101,12 +98,11 @@ class CallingStep:
         def launch(
             step: AttentionStep, selections: list[Selection], q: Tensor, k: Tensor, weights: Tensor
         ) -> Tensor | None:
-            selections.append(step.select(view, q, k, weights, top_k=top_k))
+            selections[:] = [step.select(view, q, k, weights, top_k=top_k)]  # older ones are freed: they are large
             return None
 
         self._calls.call(self._pool.layer, launch, (q, k, weights))
-        self._num_selected += 1
-        return _Selected(self._num_selected - 1)
+        return _Selected()
 
     @property
     def exchange(self) -> Exchange:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import GlmMoeDsaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
-from raycache.attention.torch_ref import TorchStep
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
@@ -29,6 +27,7 @@ from raycache.parallel.sharding import Split
 from tests.oracle.families import TOPK, make_family
 from tests.oracle.gang import Piece, gang_logits
 from tests.oracle.golden import Golden, cache_contents, golden
+from tests.oracle.kept_selections import count_selections
 from tests.oracle.single import forced_logits, single_rank, single_rank_logits
 from tests.selection import mostly_long
 
@@ -202,18 +201,7 @@ def test_layers_that_share_a_selection_keep_no_index_keys(tiny: Callable[[str], 
 
 def test_selections_of_earlier_layers_are_freed(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a long step have 64 MiB per layer in DeepSeek-V3.2."""
-    made: list[weakref.ref[torch.Tensor]] = []
-    kept: list[int] = []
-    select = TorchStep.select
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        kept.append(sum(one() is not None for one in made))
-        found = select(*args, **kwargs)
-        assert found.causal[0] is not None
-        made.append(weakref.ref(found.causal[0]))
-        return found
-
-    monkeypatch.setattr(TorchStep, "select", noted)
+    kept = count_selections(monkeypatch)
     single_rank_logits(tiny("deepseek_v32"), IDS[0], cuts=[60])
     assert len(kept) == 8 and max(kept) == 1
 

@@ -20,6 +20,7 @@ from raycache.step.inputs import StepInputs
 from raycache.wire.plan import StepPlan
 from tests.oracle.families import make_family
 from tests.oracle.half import Script, draw_sequences
+from tests.oracle.kept_selections import count_selections
 from tests.oracle.recorded import OperationRecorder, new_rank, new_stages
 
 SIZES = [1, 8, 24, 96, 512]
@@ -98,6 +99,14 @@ def test_without_calls_of_layers_whose_kernels_others_have(
         found = rank.forward(plan)
         assert found is not None and found.isfinite().all()
     assert called == [0, 1] * 6
+
+
+def test_selections_of_earlier_layers_are_freed(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = new_rank(tiny("deepseek_v32"), ParallelContext.single(torch.device("cpu")))
+    rank.pieces = record(rank, [512])
+    kept = count_selections(monkeypatch)
+    rank.forward(script(rank)[0])
+    assert len(kept) == rank.config.num_layers and max(kept) == 1
 
 
 def test_longer_steps_are_launched(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
