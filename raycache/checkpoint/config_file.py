@@ -94,7 +94,7 @@ class ModelConfig(ABC):
         """Features of a token's hidden state before a layer."""
         return self.hidden_size
 
-    def cached_as(self, layer: int) -> tuple[int, tuple[bool, ...]]:
+    def layer_signature(self, layer: int) -> tuple[int, tuple[bool, ...]]:
         """What a layer's weights do not tell: features of a hidden state before it, and which components it has."""
         parts = self.components(CacheFormat(self.dtype))
         return self.stream_width(layer), tuple(layer in part.layers for part in parts)

@@ -38,6 +38,7 @@ __all__ = [
     "check_split",
     "components",
     "family_of",
+    "for_warm_up",
     "head_of",
     "load_model",
     "read_config",
@@ -81,9 +82,21 @@ class Model(Protocol):
         """
         ...
 
-    def beginning(self) -> Model:
-        """The same model without layers whose kernels others have, for steps whose results do not matter."""
+    @property
+    def num_layers_needed(self) -> int:
+        """First layers of this stage that launch all of its kernels, on this rank."""
         ...
+
+    def truncated(self, num_layers: int) -> Model:
+        """The same model, of which only so many layers run: outputs have the right shapes, but mean nothing."""
+        ...
+
+
+def for_warm_up(model: Model, ctx: ParallelContext) -> Model:
+    """The model without layers that launch the same kernels as earlier ones. Collective over the ranks of a stage: they
+    must skip the same layers, but may have unequal shares of them."""
+    counts = ctx.stage.all_gather(torch.tensor([model.num_layers_needed], device=ctx.device))
+    return model.truncated(int(counts.max()))
 
 
 def head_of(model: Model) -> VocabHead:

@@ -20,7 +20,7 @@ from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.layers.weights import ShardedWeights
-from raycache.models.beginning import kind_of, num_first_layers
+from raycache.models.truncation import kind_of, num_layers_needed
 
 Progress = Callable[[int, int], None]
 """Called while weights load: (layers loaded, layers of this stage)."""
@@ -96,13 +96,13 @@ class Scales:
 UNSCALED = Scales()
 
 
-class _LeftOut:
+class _Skipped:
     """Stands for a part of a layer that is not run."""
 
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         return hidden
 
-    def over_cp(self, split: CpSplit) -> _LeftOut:
+    def over_cp(self, split: CpSplit) -> _Skipped:
         return self
 
 
@@ -114,7 +114,7 @@ class Decoder:
         embedding: on the first stage.
         norm, head: on the last stage.
         scales: the head itself applies those of logits.
-        cached_as: index of a layer -> what decides how it is cached, and so which kernels it needs.
+        signature: index of a layer -> what else than its parts decides which kernels it launches.
         embedding_name: tensor of the embedding, which a draft model may need on the last stage.
         hidden_size: number of features to record for a draft model, the first ones of the hidden state; None for all.
     """
@@ -127,7 +127,7 @@ class Decoder:
         norm: Norm | None,
         head: VocabHead | None,
         scales: Scales = UNSCALED,
-        cached_as: Callable[[int], Hashable] = lambda layer: None,
+        signature: Callable[[int], Hashable] = lambda layer: None,
         embedding_name: str = "",
         hidden_size: int | None = None,
     ) -> None:
@@ -135,7 +135,7 @@ class Decoder:
         self._layer_at = dict(zip(begins, layers, strict=False))
         """Where the parts of each layer begin."""
         self._parts = tuple(part for parts in layers.values() for part in parts)
-        self._cached_as = cached_as
+        self._signature = signature
         self.embedding = embedding
         self._norm = norm
         self.head = head
@@ -160,19 +160,26 @@ class Decoder:
         own.head = None if self.head is None else self.head.over_cp(split)
         return own
 
-    def beginning(self) -> Decoder:
-        """The same decoder, which leaves out layers whose kernels are all in the first ones (beginning.py).
-
-        Its outputs mean nothing, but have the same shapes.
-        """
+    @property
+    def num_layers_needed(self) -> int:
+        """First layers that launch all kernels of this stage (truncation.py)."""
         begins = [*self._layer_at, len(self._parts)]
-        kinds = [
-            (self._cached_as(layer), tuple(map(kind_of, self._parts[begin:end])))
-            for layer, begin, end in zip(self._layer_at.values(), begins, begins[1:], strict=False)
-        ]
-        count = begins[num_first_layers(kinds)]
+        return num_layers_needed(
+            [
+                (self._signature(layer), tuple(map(kind_of, self._parts[begin:end])))
+                for layer, begin, end in zip(self._layer_at.values(), begins, begins[1:], strict=False)
+            ]
+        )
+
+    def truncated(self, num_layers: int) -> Decoder:
+        """The same decoder, of which only the first layers run. Its outputs mean nothing, but have the same shapes.
+
+        Args:
+            num_layers: at least `num_layers_needed`.
+        """
+        count = [*self._layer_at, len(self._parts)][num_layers]
         own = copy(self)
-        own._parts = self._parts[:count] + (_LeftOut(),) * (len(self._parts) - count)
+        own._parts = self._parts[:count] + (_Skipped(),) * (len(self._parts) - count)
         return own
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -292,7 +299,7 @@ def load_decoder(
         norm=norm,
         head=head,
         scales=scales,
-        cached_as=config.cached_as,
+        signature=config.layer_signature,
         embedding_name=names.embedding,
         hidden_size=config.hidden_size,
     )

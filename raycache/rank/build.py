@@ -29,7 +29,7 @@ from raycache.memory.carriers import STAGING_BYTES
 from raycache.memory.component import STATE, Reuse
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
-from raycache.models.base import Model
+from raycache.models.base import Model, for_warm_up
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import Lane
 from raycache.parallel.lost_peers import logging_errors_of_gpu, reporting_lost_peers
@@ -251,14 +251,12 @@ class LoadedRank:
 
     def _record(self, pool: DevicePool, last: LastTokens | None) -> tuple[DecodeGraphs | None, DraftGraphs | None]:
         """Record decode steps as CUDA graphs, if the model's layers support it."""
-        ctx = self.member.ctx
+        ctx, model = self.member.ctx, self._decode_model or self.model
         widths = received_widths(self.deployment.model, ctx)
         layers = GraphLayers(
-            stage_layers(self._decode_model or self.model, widths=widths, is_last=ctx.is_last_stage),
+            stage_layers(model, widths=widths, is_last=ctx.is_last_stage),
             pool,
-            trial=stage_layers(
-                (self._decode_model or self.model).beginning(), widths=widths, is_last=ctx.is_last_stage
-            ),
+            trial=stage_layers(for_warm_up(model, ctx), widths=widths, is_last=ctx.is_last_stage),
             records=self._records,
             hidden=self._no_rows(sum(widths)),
             has_all_tokens=self._decode_model is not None,
@@ -310,7 +308,7 @@ class LoadedRank:
             stage_layers(self.model, widths=widths, is_last=ctx.is_last_stage),
             pool,
             hidden=self._no_rows(sum(widths)),
-            trial=stage_layers(self.model.beginning(), widths=widths, is_last=ctx.is_last_stage),
+            trial=stage_layers(for_warm_up(self.model, ctx), widths=widths, is_last=ctx.is_last_stage),
         )
         try:
             graphs = ShortGraphs(
@@ -384,9 +382,11 @@ class LoadedRank:
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
         """Batch sizes to record: of steps, with one row per token; of draft passes, with one row per request."""
         config, most = self.deployment.config, self.deployment.config.max_running
-        cp = 1 if self._decode_model is not None else self.member.ctx.cp.size  # ranks among which rows are divided
-        tokens = most * (1 + config.most_drafts) if cp == 1 else most
-        return batch_sizes(tokens, cp=cp), batch_sizes(most, cp=cp) if self.draft is not None else []
+        # Without weights split over cp, cp ranks divide the rows.
+        multiple = 1 if self._decode_model is not None else self.member.ctx.cp.size
+        tokens = most * (1 + config.most_drafts) if multiple == 1 else most
+        drafts = batch_sizes(most, multiple_of=multiple) if self.draft is not None else []
+        return batch_sizes(tokens, multiple_of=multiple), drafts
 
     @property
     def _short_sizes(self) -> list[int]:

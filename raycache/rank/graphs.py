@@ -89,13 +89,9 @@ def for_draft(hidden: Tensor, recorded: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(recorded), dim=-1) if recorded else hidden
 
 
-def batch_sizes(most: int, *, cp: int) -> list[int]:
-    """Batch sizes to record, in rows, up to `most`; larger batches run without graphs.
-
-    Args:
-        cp: ranks among which rows are divided; sizes are multiples of it.
-    """
-    sizes = {-(-min(size, most) // cp) * cp for size in _SIZES}
+def batch_sizes(most: int, *, multiple_of: int) -> list[int]:
+    """Batch sizes to record, in rows, up to `most`; larger batches run without graphs."""
+    sizes = {-(-min(size, most) // multiple_of) * multiple_of for size in _SIZES}
     return sorted(sizes)
 
 

@@ -26,7 +26,7 @@ from raycache.attention.base import AttentionBackend, AttentionStep, Selection
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
-from raycache.models.base import Model
+from raycache.models.base import Model, for_warm_up
 from raycache.parallel.context import ParallelContext
 from raycache.rank.calls import CallingStep, Calls, Launch, LayerPool
 from raycache.rank.recorder import Recorder, Replay
@@ -166,11 +166,11 @@ class RecordedPieces:
     ) -> None:
         self._model, self._pool, self._backend = model, pool, backend
         self._hidden, self._records = hidden, records
-        self._recorder, self._stage = recorder, ctx.stage
+        self._recorder, self._ctx = recorder, ctx
         self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self._results: Sequence[_Result] = ()  # of the calls of any step
-        self._first: Collection[int] = ()  # layers of the beginning that call
-        self._called: Collection[int] | None = None
+        self._warm_up_layers: Collection[int] = ()
+        self._skips_others = False
         tried = self._tried([trial_step(size, pool, ctx) for size in sorted(sizes)])
         # Largest first, so that the others fit into its memory.
         self._recorded = {len(one.trial.ids): self._record(one) for one in reversed(tried)}
@@ -181,11 +181,10 @@ class RecordedPieces:
         """Recorded numbers of tokens."""
         return list(self._recorded)
 
-    def beginning(self) -> RecordedPieces:
-        """The same pieces, without the calls of layers whose kernels others have, for steps whose results do not
-        matter; what these calls would return is zero."""
+    def for_warm_up(self) -> RecordedPieces:
+        """The same pieces without calls that launch the same kernels as earlier ones; these give zeros."""
         own = copy(self)
-        own._called = self._first
+        own._skips_others = True
         return own
 
     def can_run(self, inputs: StepInputs) -> bool:
@@ -208,7 +207,7 @@ class RecordedPieces:
             piece.replay()
             if (call := piece.call) is None:
                 continue
-            if self._called is not None and call.layer not in self._called:
+            if self._skips_others and call.layer not in self._warm_up_layers:
                 if call.out is not None:
                     call.out.zero_()
             else:
@@ -237,10 +236,11 @@ class RecordedPieces:
             tried[middle], seen = self._try(trials[middle], self._model)
             self._results = seen.results
             low, high = (middle + 1, high) if self._is_bound_by_launches(tried[middle]) else (low, middle)
-        beginning = self._model.beginning()
+        short = for_warm_up(self._model, self._ctx)
         for number in range(low):
-            tried[number], seen = self._try(trials[number], beginning)
-            self._first = seen.layers
+            if number not in tried or not self._warm_up_layers:
+                tried[number], seen = self._try(trials[number], short)
+                self._warm_up_layers = seen.layers
         return [tried[number] for number in range(low)]
 
     def _try(self, trial: StepInputs, model: Model) -> tuple[_Tried, _Seen]:
@@ -258,7 +258,7 @@ class RecordedPieces:
             self._run(self._model, tried.inputs, _Seen(self._backend.plan(tried.trial)), tried.trial)
 
         times = torch.tensor(self._recorder.times(run), device=self._pool.device)
-        launched, ended = self._stage.all_gather(times).amax(0).unbind(1)
+        launched, ended = self._ctx.stage.all_gather(times).amax(0).unbind(1)
         return bool(ended.min() < _MOST_BUSY * launched.min())
 
     def _record(self, tried: _Tried) -> _Recorded:

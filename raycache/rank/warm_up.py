@@ -12,7 +12,7 @@ a step needs follows from its rows, so the steps below have all kinds of rows th
     graphs      every recorded batch size; and of all these the short ones again, in recorded pieces
     short       every number of tokens for which steps are recorded as a whole
 
-Layers that launch the same kernels as others are left out of steps that are not recorded.
+Steps that are not recorded skip layers that launch the same kernels as earlier ones.
 
 All rows use the first page, read the first state and write the second, which are cleared before each step: results are
 meaningless but finite. No row reads what another one writes, so all rows of a step run at once (attention/states.py).
@@ -34,6 +34,7 @@ from raycache.deployment.deployment import Deployment
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
+from raycache.models.base import for_warm_up
 from raycache.rank.compilations import Compilations
 from raycache.rank.peak import Largest
 from raycache.rank.pieces import LONGEST
@@ -83,8 +84,8 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
     # A rank of its own, whose page tables do not stay as wide as the longest sequence.
     eager = replace(
         rank,
-        model=rank.model.beginning(),
-        decode_model=None if rank.decode_model is None else rank.decode_model.beginning(),
+        model=for_warm_up(rank.model, rank.ctx),
+        decode_model=None if rank.decode_model is None else for_warm_up(rank.decode_model, rank.ctx),
         graphs=None,
         short_steps=None,
         pieces=None,
@@ -94,7 +95,7 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
     steps = [(eager, step) for step in eager_steps(deployment)]
     if batch_sizes:
         # Other stages may have recorded other steps; all run the same ones.
-        pieces, most = rank.pieces and rank.pieces.beginning(), min(deployment.max_step_tokens, LONGEST)
+        pieces, most = rank.pieces and rank.pieces.for_warm_up(), min(deployment.max_step_tokens, LONGEST)
         short = replace(eager, pieces=pieces, _slots={})
         steps += [(short, step) for _, step in steps if sum(row.num_tokens for row in step.plan.rows) <= most]
         whole = replace(rank, _slots={})

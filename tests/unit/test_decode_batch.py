@@ -163,6 +163,6 @@ def test_padding_lies_behind_the_pool() -> None:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_recorded_sizes_suit_the_ranks_and_reach_the_largest_batch(cp: int) -> None:
     for most in (1, 3, 64, 100, 300):
-        sizes = batch_sizes(most, cp=cp)
+        sizes = batch_sizes(most, multiple_of=cp)
         assert all(size % cp == 0 for size in sizes)
         assert max(sizes) >= min(most, 256) and max(sizes) < min(most, 256) + cp

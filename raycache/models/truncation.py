@@ -7,7 +7,7 @@ compiled and loaded, do without most layers. They have the first ones, since a l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from torch import Tensor
 _TWICE = 2
 """Layers of a kind that are needed: the first layer of a model adds nothing before its norm."""
 _NUMBER = "_layer"
-"""Where parts keep the number of their layer."""
+"""Where a mixer keeps the number of its layer."""
 _ALIGNED = 16
 """Bytes; kernels are compiled for pointers that are multiples of it, or for any."""
 
 
-def num_first_layers(kinds: Sequence[Hashable]) -> int:
+def num_layers_needed(kinds: Sequence[Hashable]) -> int:
     """Layers until each kind has come twice, or as often as it does.
 
     Args:
@@ -49,9 +49,11 @@ def _kind(value: Any, known: dict[int, Hashable]) -> Hashable:
         return value.dtype, value.shape, value.stride(), value.data_ptr() % _ALIGNED
     if isinstance(value, partial):
         return value.func, _kind(value.args, known), _kind(value.keywords, known)
+    if isinstance(value, slice):  # has no hash before Python 3.12
+        return slice, value.start, value.stop, value.step
     if isinstance(value, Mapping):
         return type(value), tuple((key, _kind(each, known)) for key, each in value.items())
-    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return type(value), tuple(_kind(each, known) for each in value)
     if not isinstance(value, type) and type(value).__module__.startswith("raycache."):
         if id(value) not in known:
@@ -61,7 +63,7 @@ def _kind(value: Any, known: dict[int, Hashable]) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return type(value).__qualname__
+        return id(value)  # the same object only
     found: Hashable = value
     return found
 
