@@ -1,7 +1,8 @@
 """Collectives over a group of ranks.
 
-`Group` is a group of one rank, where every collective is the identity, so that callers need no special case. All calls
-have the group's timeout; they raise RankLostError if a peer exits or does not answer in time.
+`Group` is a group of one rank, where every collective is the identity, so that callers need no special case. Calls have
+the group's timeout, except for sums and gathers by `Nccl`; they raise RankLostError if a peer exits or does not answer
+in time.
 """
 
 from __future__ import annotations

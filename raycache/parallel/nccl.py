@@ -1,17 +1,18 @@
 """NCCL's own functions, on a communicator that torch has made.
 
-A sum by torch's process group takes 0.23 ms of CPU time on a server's core, as it has a stream and events of its own
-and a record for torch's watchdog. A layer under tp has two sums, so that launching a step of some thousand tokens could
+A sum by torch's process group has a stream and events of its own and a record for torch's watchdog, which take more CPU
+time than the launch of a kernel. A layer under tp has two sums, so that launching a step of some thousand tokens could
 take longer than the step. NCCL itself is called like a kernel, on the current stream.
 
-As in a CUDA graph, such calls wait for other members without a limit of their own. The decider notices that a rank does
-not answer, and kills the gang.
+As in a CUDA graph, such calls wait for other members without a limit of their own. While a model is served, the decider
+notices that ranks do not answer and replaces them; a start is ended when a rank's process is, or by its timeout.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from typing import Any
 
 import torch
@@ -78,16 +79,32 @@ class Nccl:
 
 
 def nccl_of(backend: Any) -> Nccl | None:
-    """NCCL's functions for a ProcessGroupNCCL whose members are connected; None if torch has NCCL built in."""
+    """NCCL's functions for a ProcessGroupNCCL whose members are connected; None if torch's NCCL cannot be called."""
     try:
-        communicator = backend._comm_ptr()
-        if communicator:
-            return Nccl(ctypes.CDLL(_LIBRARY), communicator)
+        if communicator := backend._comm_ptr():
+            return Nccl(_loaded_library(), communicator)
         reason = "no communicator"
     except (AttributeError, OSError, RuntimeError) as cause:
         reason = str(cause)
     _log.info("NCCL is called by torch's process groups, which takes more CPU time: %s", reason)
     return None
+
+
+def _loaded_library() -> Any:
+    """The library that torch has loaded.
+
+    Raises:
+        OSError: there is none; NCCL is built into torch.
+        RuntimeError: it is another one, or its calls may return before they have begun.
+    """
+    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
+        raise RuntimeError("TORCH_NCCL_USE_COMM_NONBLOCKING is set")
+    library, found = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW | os.RTLD_NOLOAD), ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(found))
+    major, minor, patch, *_ = torch.cuda.nccl.version()
+    if found.value != 10_000 * major + 100 * minor + patch:
+        raise RuntimeError(f"torch has NCCL {major}.{minor}.{patch}, {_LIBRARY} is {found.value}")
+    return library
 
 
 def _stream(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from raycache.config import Config
 from raycache.deployment.deployment import deploy
 from raycache.memory.component import FULL, STATE
 from raycache.memory.device import DevicePool
-from raycache.models.base import read_config
+from raycache.models.base import for_warm_up, read_config
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
-from raycache.rank.build import load
-from raycache.rank.graphs import DecodeGraphs, GraphLayers, stage_layers
+from raycache.rank.build import LoadedRank, load
+from raycache.rank.graphs import DecodeGraphs, GraphLayers, Layers, stage_layers
 from raycache.rank.member import alone
 from raycache.rank.rank import Rank
 from raycache.rank.short_steps import ShortGraphs
@@ -74,6 +75,7 @@ def record(rank: Rank, *, sizes: Sequence[int] = SIZES, longest: int = 1) -> Non
         hidden=torch.empty(0, sum(widths)) if widths else None,
         has_states=STATE in rank.pool.sizes,
         longest=longest,
+        trial=stage_layers(for_warm_up(rank.model, rank.ctx), widths=widths, is_last=rank.ctx.is_last_stage),
     )
     backend = StaticBackend()
     rank.graphs = DecodeGraphs(
@@ -102,6 +104,30 @@ def test_logits_are_those_of_launched_steps(tiny: Make, family: str) -> None:
     for plan in script(launched)[:24]:
         assert recorded.graphs.can_run(plan) == is_decode(plan)
         assert_close(recorded.forward(plan), launched.forward(plan))
+
+
+def test_each_size_is_tried_with_other_layers_and_recorded(tiny: Make) -> None:
+    rank, ran = new_rank(tiny("llama"), ParallelContext.single(CPU)), list[str]()
+    whole = stage_layers(rank.model, widths=(), is_last=True)
+
+    def noting(name: str) -> Layers:
+        return lambda ids, hidden, run: (ran.append(f"{name} {len(ids)}"), whole(ids, hidden, run))[1]
+
+    layers = GraphLayers(noting("recorded"), rank.pool, trial=noting("tried"))
+    recorder = OperationRecorder()
+    DecodeGraphs(layers, sizes=(1, 4), pool=rank.pool, backend=StaticBackend(), ctx=rank.ctx, recorder=recorder)
+    assert ran == ["tried 4", "recorded 4", "tried 1", "recorded 1"]
+
+
+@pytest.mark.parametrize(("has_split", "sizes"), [(False, [2, 4, 6]), (True, [1, 2, 4, 8, 10])])
+def test_a_batch_has_any_number_of_rows_where_every_cp_rank_computes_all(has_split: bool, sizes: list[int]) -> None:
+    rank = SimpleNamespace(
+        deployment=SimpleNamespace(config=SimpleNamespace(max_running=5, most_drafts=1)),
+        member=SimpleNamespace(ctx=SimpleNamespace(cp=Group(rank=0, size=2))),
+        draft=None,
+        _decode_model=object() if has_split else None,
+    )
+    assert LoadedRank._graph_sizes.fget(rank) == (sizes, [])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -85,6 +86,27 @@ def test_torch_without_a_communicator_or_library_is_used_as_it_is(backend: Any) 
     assert nccl_of(backend) is None
 
 
-def test_a_library_that_is_not_found_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_LIBRARY", "libmissing.so.2")
-    assert nccl_of(SimpleNamespace(_comm_ptr=lambda: COMMUNICATOR)) is None
+BACKEND = SimpleNamespace(_comm_ptr=lambda: COMMUNICATOR)
+
+
+def test_a_library_that_torch_has_not_loaded_is_not_used() -> None:
+    assert nccl_of(BACKEND) is None
+
+
+@pytest.mark.parametrize(
+    ("loaded", "setting", "is_used"), [(22809, "0", True), (22809, "", True), (22808, "0", False), (22809, "1", False)]
+)
+def test_only_the_library_of_torch_is_called(
+    loaded: int, setting: str, is_used: bool, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(into: Any) -> int:
+        into._obj.value = loaded
+        return 0
+
+    modes = []
+    library.ncclGetVersion = version  # type: ignore[attr-defined]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: modes.append(mode) or library)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", setting)
+    assert (nccl_of(BACKEND) is not None) == is_used
+    assert all(mode & os.RTLD_NOLOAD for mode in modes), "another one would be loaded"
