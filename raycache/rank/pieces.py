@@ -238,7 +238,7 @@ class RecordedPieces:
             low, high = (middle + 1, high) if self._is_bound_by_launches(tried[middle]) else (low, middle)
         short = for_warm_up(self._model, self._ctx)
         for number in range(low):
-            if number not in tried or not self._warm_up_layers:
+            if number not in tried or not self._warm_up_layers:  # once at least, to see which layers call
                 tried[number], seen = self._try(trials[number], short)
                 self._warm_up_layers = seen.layers
         return [tried[number] for number in range(low)]
