@@ -46,22 +46,23 @@ class SavedPrefix:
         self, device: Tier, prefix: PrefixHandle, is_saved: npt.NDArray[np.bool_], then: Callable[[], None]
     ) -> None:
         self._device, self._is_saved, self._then = device, is_saved, then
-        self._handle = prefix
-        self.point = prefix.point
+        self._prefix = prefix
+        self.point = prefix.point if device.has_points else None
 
     def take(self, first: int) -> PageIds:
         """As of `Source`."""
-        self._handle = self._handle.clone()
+        self._node = self._prefix.node  # the handle may move on
+        self._device.tree.locks.add(self._node)
         if self.point is not None:
             self._device.hold(self.point)
-        self._pages = self._handle.pages_from(first)
+        self._pages = self._prefix.pages_from(first)
         return self._pages
 
     def release(self, is_saved: bool) -> None:
         """As of `Source`."""
         if is_saved:
             self._is_saved[self._pages] = True
-        self._handle.release()
+        self._device.tree.locks.remove(self._node)
         if self.point is not None:
             self._device.let_go(self.point)
         self._then()

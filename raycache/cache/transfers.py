@@ -10,7 +10,7 @@ only object that can be finished.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,17 +167,13 @@ class Transfers:
     def plan_load(self, load: Load, pages: PageIds) -> PlannedLoad:
         """Plan a load's moves; called by `Load.plan`."""
         loaded = load.handle.pages_from(load.first)
-        batches = [_batch(FULL, pages, loaded, self.host.digests(loaded))]
-        parts = {} if load.host_point is None else load.host_point.parts
-        last = self.host.last_digests(load.handle) if parts else b""
-        for space, ids in parts.items():
-            assert load.point is not None, "a restore point can only be loaded into a restore point"
-            own = last[len(last) - len(ids) * DIGEST_BYTES :]
-            batches.append(_batch(space, _ids(load.point.parts[space]), _ids(ids), own))
+        batches = [_batch(FULL, pages, loaded, self.host.digests(loaded))] if len(pages) else []
+        if load.point is not None and load.host_point is not None:
+            batches += _part_batches(load.point, load.host_point, self.host.last_digests(load.handle))
         self._num_loads += 1
-        self._loads.append(Moves(self._num_loads, _with_units(batches)))
+        self._loads.append(Moves(self._num_loads, batches))
         self._counts["loaded_pages"] += len(pages)
-        self._moved.count("loaded", len(pages), parts)
+        self._moved.count("loaded", len(pages), {} if load.host_point is None else load.host_point.parts)
         held = (load.handle, load.first, load.num_device, load.point, load.host_point)
         return PlannedLoad(self, *held, self._num_loads)
 
@@ -231,17 +227,14 @@ class Transfers:
             self._counts["unsaved_pages"] += missing
             return False
         digests = cursor.plan(host, tokens, stop=stop)
-        batches = [_batch(FULL, source.take(first), taken, digests)]
-        host_point = None
+        pages, host_point = source.take(first), None
+        batches = [_batch(FULL, pages, taken, digests)] if missing else []
         if point is not None:
             host_point = host.tier.new_point(point.position, {space: len(ids) for space, ids in point.parts.items()})
         if point is not None and host_point is not None:
-            last = cursor.last_digests(host)
-            for space, ids in point.parts.items():
-                own = last[len(last) - len(ids) * DIGEST_BYTES :]
-                batches.append(_batch(space, _ids(ids), _ids(host_point.parts[space]), own))
+            batches += _part_batches(point, host_point, cursor.last_digests(host))
         self._num_saves += 1
-        self._saves.append(Moves(self._num_saves, _with_units(batches)))
+        self._saves.append(Moves(self._num_saves, batches))
         self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
         return True
 
@@ -422,13 +415,12 @@ class NoTransfers:
         return {}
 
 
-def _with_units(batches: Iterable[Batch]) -> list[Batch]:
-    """Leave out empty ones: a restore point may move without pages."""
-    return [*filter(len, batches)]
-
-
-def _ids(units: Sequence[int]) -> PageIds:
-    return np.array(units, np.intp)
+def _part_batches(device: RestorePoint, host: RestorePoint, last: PackedDigests) -> Iterator[Batch]:
+    """Pair up the units of a restore point on both tiers, with the digests of its last pages."""
+    for space, ids in host.parts.items():
+        if ids:
+            devices, hosts = np.array(device.parts[space], np.intp), np.array(ids, np.intp)
+            yield _batch(space, devices, hosts, last[len(last) - len(ids) * DIGEST_BYTES :])
 
 
 def _batch(space: str, devices: PageIds, hosts: PageIds, digests: PackedDigests) -> Batch:

@@ -54,6 +54,7 @@ class RadixTree:
         listener: told of every change.
     Attributes:
         trie: the runs of pages.
+        locks: which of them are protected.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RadixTree:
             on_leave=on_leave,
             listener=self._listener,
         )
-        self._locks = Locks(self._evictor.freed)
+        self.locks = Locks(self._evictor.freed)
 
     @property
     def num_cached(self) -> int:
@@ -92,12 +93,12 @@ class RadixTree:
     @property
     def num_locked(self) -> int:
         """Cached pages that handles protect."""
-        return self._locks.num_pages
+        return self.locks.num_pages
 
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
-        return self.trie.num_pages - self._locks.num_pages
+        return self.trie.num_pages - self.locks.num_pages
 
     @property
     def num_points(self) -> int:
@@ -122,8 +123,8 @@ class RadixTree:
         """
         node, length, known_length, cut_by, was_evicted = self._find(tokens, self.trie.root(root), 0)
         claims = self._claims(priority, until_s)
-        self._locks.add(node)
-        handle = PrefixHandle(node, length, root=root, locks=self._locks, page_size=self.page_size, claims=claims)
+        self.locks.add(node)
+        handle = PrefixHandle(node, length, root=root, locks=self.locks, page_size=self.page_size, claims=claims)
         handle.known_length, handle.cut_by, handle.was_evicted = known_length, cut_by, was_evicted
         node.use(now, claims)
         self._evictor.count(node, claims, is_longer=length > 0)
@@ -220,7 +221,7 @@ class RadixTree:
             grows = is_own and node.num_uses == 0 and node.claims == claims
             num_before, new = node.num_pages, memoryview(tokens)[end:limit]
             last = self.trie.append(node, page, new, pages[num_known:], grows=grows, now=now, claims=claims)
-            self._locks.num_pages += node.num_pages - num_before
+            self.locks.num_pages += node.num_pages - num_before
             handle.move(last, now=now, claims=claims)
             self._listener.added(last, len(pages) - num_known)
         handle.length = limit // _TOKEN_BYTES
@@ -300,9 +301,9 @@ class RadixTree:
         root, *runs = node.path()
         assert isinstance(root, Root), "the way up ends at a root"
         length = sum(run.num_pages for run in runs) * self.page_size
-        self._locks.add(node)
+        self.locks.add(node)
         return PrefixHandle(
-            node, length, root=root.seed, locks=self._locks, page_size=self.page_size, claims=node.claims
+            node, length, root=root.seed, locks=self.locks, page_size=self.page_size, claims=node.claims
         )
 
     def check(self) -> None:

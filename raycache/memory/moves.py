@@ -74,7 +74,8 @@ class Moves:
     batches: Sequence[Batch]
 
     def __post_init__(self) -> None:
-        assert all(map(len, self.batches)), "carriers expect units in each batch"
+        for batch in self.batches:
+            assert len(batch.tags), "carriers expect units in each batch"
 
     @classmethod
     def of(cls, number: int, units: Iterable[Unit]) -> Moves:
