@@ -117,7 +117,8 @@ class EvictionOrder(Generic[T]):
         self._num_pushes += 1
         self._num_valid += 1
         item.entry = self._num_pushes
-        heapq.heappush(self._heap, (*self._worth(item, self.now_s), item.entry, item))
+        rank, last_used = self._worth(item, self.now_s)
+        heapq.heappush(self._heap, (rank, last_used, item.entry, item))
         for _, until_s in item.claims:
             if self.now_s < until_s < math.inf:
                 heapq.heappush(self._expiries, (until_s, item.entry, item))

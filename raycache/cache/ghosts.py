@@ -97,7 +97,7 @@ class Ghosts:
             return b"".join(self._of_page(tokens))
         halves = np.frombuffer(tokens, np.uint16)
         if self._num_halves % (2 * _NUM_TOKENS) == 0:  # evenly spaced, so a slice is faster
-            return bytes(halves[self._stride - 2 :: self._stride].tobytes())
+            return halves[self._stride - 2 :: self._stride].tobytes()
         return bytes(halves.reshape(-1, self._num_halves)[:, self._halves].tobytes())
 
     def has(self, place: Place, page: bytes) -> bool:
@@ -119,8 +119,7 @@ class Ghosts:
             samples, end = samples + ghost.samples, ghost.end
             self._forget(ghost)
         self._hang(place, hash(first_page), samples, end)
-        max_bytes = max(max_bytes, _LEAST_BYTES)
-        while self._num_bytes > max_bytes:
+        while self._num_bytes > max_bytes and self._num_bytes > _LEAST_BYTES:
             self._forget(self._by_age.popleft())
         if len(self._by_age) > 2 * self._num_ghosts + 64:
             self._remove_forgotten()

@@ -94,9 +94,9 @@ class Holding:
     ) -> None:
         self._device, self._transfers, self._use, self._is_kept = device, transfers, use, is_kept
         self.handle, self.cursor = handle, cursor
-        self.pages = array("q", handle.pages.tobytes())
+        self.pages = array("q", handle.pages.tobytes() if handle.length else b"")
         self._duplicates: list[PageIds] = []
-        self.units = HeldUnits(device, handle.point, leaves_points=is_kept)
+        self.units = HeldUnits(device, handle.point if device.has_points else None, leaves_points=is_kept)
         self.checkpoint: RestorePoint | None = None
         self.load: Load | None = None
         self._is_started = False
@@ -218,7 +218,7 @@ class Holding:
         Returns:
             Number of tokens that need not be computed.
         """
-        if may_load and self.num_loadable:
+        if may_load and self.cursor.found.length > self.handle.length:
             self.load = self._transfers.prepare(self.handle, self.cursor, tokens, now=now)
         if self.load is None:
             return self.handle.length

@@ -31,9 +31,11 @@ class Moved:
 
     def take_times(self, acks: Acks) -> None:
         """Add the time since the last acknowledgement of the same ranks."""
-        self._save_s += max(0.0, acks.save_s - self._acks.save_s)
-        self._load_s += max(0.0, acks.load_s - self._acks.load_s)
-        self._acks = acks
+        before, self._acks = self._acks, acks
+        if acks.save_s > before.save_s:
+            self._save_s += acks.save_s - before.save_s
+        if acks.load_s > before.load_s:
+            self._load_s += acks.load_s - before.load_s
 
     def begin_anew(self, acks: Acks) -> None:
         """Start from a new gang's counters."""

@@ -126,7 +126,8 @@ class Cursor:
         size = host.num_last * DIGEST_BYTES
         before = self.last_digests(host) if len(digests) < size else b""
         self._last = (before + digests)[-size:]
-        self.num_planned = max(first, stop)
+        if stop > first:
+            self.num_planned = stop
         self._num_open += 1
         return digests
 

@@ -180,7 +180,8 @@ class RadixTree:
         start = handle.length * _TOKEN_BYTES
         node, end, _ = self.trie.walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
         handle.length = end // _TOKEN_BYTES
-        handle.known_length = max(handle.known_length, handle.length)
+        if handle.length > handle.known_length:
+            handle.known_length = handle.length
         handle.move(node, now=now, claims=handle.claims)
 
     # --- keep ---------------------------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ class RadixTree:
             is_own = not node.children and node.locks == 1 and node.point is None and node.parent is not None
             grows = is_own and node.num_uses == 0 and node.claims == claims
             num_before, new = node.num_pages, memoryview(tokens)[end:limit]
-            last = self.trie.append(node, page, new, pages[num_known:], grows=grows, now=now, claims=claims)
+            ids = pages[num_known:] if num_known else pages
+            last = self.trie.append(node, page, new, ids, grows=grows, now=now, claims=claims)
             self.locks.num_pages += node.num_pages - num_before
             handle.move(last, now=now, claims=claims)
             self._listener.added(last, len(pages) - num_known)

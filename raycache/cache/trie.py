@@ -52,7 +52,9 @@ class Trie:
         """
         page_bytes = self._page_bytes
         while True:
-            page = bytes(tokens[offset : offset + page_bytes])
+            page = tokens[offset : offset + page_bytes]
+            if not isinstance(page, bytes):  # to convert bytes into bytes would take longer
+                page = bytes(page)
             child = node.children.get(page) if offset < limit else None
             if child is None:
                 return node, offset, page
