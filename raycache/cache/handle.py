@@ -83,9 +83,7 @@ class PrefixHandle:
         "was_evicted",
     )
 
-    def __init__(
-        self, node: Node, length: int, *, root: bytes, locks: Locks, page_size: int, claims: Claims = ()
-    ) -> None:
+    def __init__(self, node: Node, length: int, root: bytes, locks: Locks, page_size: int, claims: Claims = ()) -> None:
         self.root = root
         self.length = self.known_length = length
         self.cut_by = ""
@@ -150,9 +148,7 @@ class PrefixHandle:
         assert not self.is_released, "the handle is released"
         node = self.node
         node.locks += 1  # it is protected already
-        clone = PrefixHandle(
-            node, self.length, root=self.root, locks=self._locks, page_size=self._page_size, claims=self.claims
-        )
+        clone = PrefixHandle(node, self.length, self.root, self._locks, self._page_size, self.claims)
         clone.known_length, clone.cut_by, clone.was_evicted = self.known_length, self.cut_by, self.was_evicted
         return clone
 

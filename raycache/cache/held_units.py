@@ -85,7 +85,7 @@ class HeldUnits:
 
     __slots__ = ("_device", "_leaves_points", "in_flight", "state", "windows")
 
-    def __init__(self, device: Tier, point: RestorePoint | None, *, leaves_points: bool) -> None:
+    def __init__(self, device: Tier, point: RestorePoint | None, leaves_points: bool) -> None:
         self._device, self._leaves_points = device, leaves_points
         self.windows: dict[str, WindowPages] = {}
         self.state = -1

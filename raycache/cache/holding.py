@@ -86,7 +86,6 @@ class Holding:
         self,
         device: Tier,
         transfers: Transfers | NoTransfers,
-        *,
         handle: PrefixHandle,
         cursor: Cursor,
         use: Use,
@@ -96,7 +95,7 @@ class Holding:
         self.handle, self.cursor = handle, cursor
         self.pages = array("q", handle.pages.tobytes() if handle.length else b"")
         self._duplicates: list[PageIds] = []
-        self.units = HeldUnits(device, handle.point if device.has_points else None, leaves_points=is_kept)
+        self.units = HeldUnits(device, handle.point if device.has_points else None, is_kept)
         self.checkpoint: RestorePoint | None = None
         self.load: Load | None = None
         self._is_started = False
@@ -225,7 +224,7 @@ class Holding:
         self.pages.frombytes(self.handle.pages_from(len(self.pages)).tobytes())
         if self._device.has_points:
             self.units.release()
-            self.units = HeldUnits(self._device, self.load.point, leaves_points=self._is_kept)
+            self.units = HeldUnits(self._device, self.load.point, self._is_kept)
         return self.load.position
 
     def use(self, tokens: PackedTokens, *, now: int) -> None:

@@ -115,20 +115,22 @@ class Node(Evictable):
         key: bytearray,
         ids: PageIds,
         samples: bytearray,
-        *,
         name: bytes = b"",
-        place: Place | None = None,
         last_used: int = 0,
         claims: Claims = (),
     ) -> None:
-        super().__init__(last_used, claims)
+        # `Evictable.__init__`, written out, and no argument by keyword: those of a class cost more than all of this.
+        self.last_used = last_used
+        self.num_uses = 0
+        self.claims = claims
+        self.entry = 0
         self.parent = parent
         self.key = key
         self.name = name
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         self.locked_children = 0
-        self.place = place
+        self.place: Place | None = None
         self.point: RestorePoint | None = None
         self.num_pages = len(ids)
         self.num_trimmed = 0
@@ -250,7 +252,7 @@ class Node(Evictable):
         num_pages = size // page_bytes
         front_key, self.key = _cut(self.key, size)
         front_samples, self.samples = _cut(self.samples, num_pages * SAMPLE_BYTES)
-        front = Node(None, front_key, self.pages[:num_pages], front_samples, name=self.name)
+        front = Node(None, front_key, self.pages[:num_pages], front_samples, self.name)
         self.name = bytes(self.key[:page_bytes])
         self._ids, self.pages = self._ids[num_pages:], self.pages[num_pages:]
         self.num_pages -= num_pages
@@ -272,8 +274,8 @@ class Root(Node):
     __slots__ = ("seed",)
 
     def __init__(self, seed: bytes, place: Place) -> None:
-        super().__init__(None, bytearray(), np.empty(0, np.intp), bytearray(), place=place)
-        self.seed = seed
+        super().__init__(None, bytearray(), np.empty(0, np.intp), bytearray())
+        self.seed, self.place = seed, place
 
 
 def _merge(first: Claims, second: Claims) -> Claims:

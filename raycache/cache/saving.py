@@ -84,7 +84,7 @@ class Cursor:
 
     __slots__ = ("_last", "_num_open", "digests", "found", "is_broken", "is_closed", "num_planned", "saved")
 
-    def __init__(self, found: PrefixHandle, *, digests: PackedDigests = b"", is_closed: bool = False) -> None:
+    def __init__(self, found: PrefixHandle, digests: PackedDigests = b"", *, is_closed: bool = False) -> None:
         self.found, self.digests = found, digests
         self.saved = found.clone()
         self.num_planned = 0

@@ -109,7 +109,7 @@ class SequenceCache:
         known = tokens if is_matched and self.is_kept else NOTHING
         handle = self.device.tree.match(known, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
         cursor = self.transfers.open(known, root=use.root, now=now, digests=digests)
-        return Holding(self.device, self.transfers, handle=handle, cursor=cursor, use=use, is_kept=self.is_kept)
+        return Holding(self.device, self.transfers, handle, cursor, use, self.is_kept)
 
     def known_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
         """Length in tokens of a prompt's cached prefix on the device, whether it can be resumed there or not."""

@@ -125,7 +125,7 @@ class Transfers:
             tokens, root, now: as for `RadixTree.match`.
             digests: of the sequence's first pages, as many as are known already.
         """
-        return Cursor(self.host.tier.tree.match(tokens, now=now, root=root), digests=digests)
+        return Cursor(self.host.tier.tree.match(tokens, now=now, root=root), digests)
 
     # --- loads --------------------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class RadixTree:
         node, length, known_length, cut_by, was_evicted = self._find(tokens, self.trie.root(root), 0)
         claims = self._claims(priority, until_s)
         self.locks.add(node)
-        handle = PrefixHandle(node, length, root=root, locks=self.locks, page_size=self.page_size, claims=claims)
+        handle = PrefixHandle(node, length, root, self.locks, self.page_size, claims)
         handle.known_length, handle.cut_by, handle.was_evicted = known_length, cut_by, was_evicted
         node.use(now, claims)
         self._evictor.count(node, claims, is_longer=length > 0)
@@ -304,9 +304,7 @@ class RadixTree:
         assert isinstance(root, Root), "the way up ends at a root"
         length = sum(run.num_pages for run in runs) * self.page_size
         self.locks.add(node)
-        return PrefixHandle(
-            node, length, root=root.seed, locks=self.locks, page_size=self.page_size, claims=node.claims
-        )
+        return PrefixHandle(node, length, root.seed, self.locks, self.page_size, node.claims)
 
     def check(self) -> None:
         """Assert every invariant. Walks the whole tree: for tests and idle times."""

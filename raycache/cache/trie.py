@@ -103,7 +103,7 @@ class Trie:
             if grows and start == 0:
                 node.append(run, run_ids, run_samples)
             else:  # the array belongs to the caller
-                leaf = Node(node, run, run_ids.copy(), bytearray(run_samples), name=page, last_used=now, claims=claims)
+                leaf = Node(node, run, run_ids.copy(), bytearray(run_samples), page, now, claims)
                 node.children[page] = leaf
                 self.num_nodes += 1
                 node = leaf
