@@ -161,7 +161,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             hidden = hidden.new_full((len(batch.inputs.ids), hidden.shape[1]), torch.nan)
 
         def run() -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = self._run(batch, StaticStep(batch.inputs, expanded_bytes=0), hidden)
+            found: tuple[Tensor, ...] = self._run(
+                self._layers.forward, batch, StaticStep(batch.inputs, expanded_bytes=0), hidden
+            )
             return found
 
         outputs = run()
