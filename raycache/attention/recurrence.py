@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raycache.rounding import power_of_2
+
 CHUNK = 64  # tokens, a power of two; results do not depend on it
 # Tokens whose chunks are prepared together, multiples of CHUNK; bounds temporary memory. On a CPU, tensors that fit the
 # caches are twice as fast as those of thousands of tokens; on a GPU, fewer launches are faster.
@@ -120,7 +122,7 @@ def causal_conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | No
 def _scan_run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     """`scan` of a few chunks, in state's dtype."""
     tokens, heads = v.shape[:2]
-    length = min(CHUNK, 1 << (tokens - 1).bit_length())
+    length = min(CHUNK, power_of_2(tokens))
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     q, k, values, g = (_chunks(x.to(state.dtype), length) for x in (q, k, v, g))
     rows = torch.stack([q] if beta is None else [q, k], dim=-2)
