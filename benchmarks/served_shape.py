@@ -142,7 +142,7 @@ class Load:
             seconds = time.perf_counter() - begin_s
             name = f"{count} streams, {sizes.context:,} in, {sizes.output} out"
             yield Line(f"{name}: tokens per second", count * sizes.output / seconds, "1/s")
-            yield Line(f"{name}: between tokens", 1e3 * statistics.median(_later_gaps(replies)), "ms")
+            yield Line(f"{name}: between tokens", _between_tokens_ms(replies), "ms")
 
     async def mixed(self) -> AsyncIterator[Line]:
         """Prompts that come while others are answered."""
@@ -228,15 +228,15 @@ def _first_ms(replies: Sequence[Reply]) -> float:
     return 1e3 * statistics.median(reply.first_token_s for reply in replies)
 
 
-def _later_gaps(replies: Sequence[Reply]) -> list[float]:
-    """Times between tokens once every stream has its first one."""
+def _between_tokens_ms(replies: Sequence[Reply]) -> float:
+    """Mean time between tokens of a stream while all run, of which several may come at a time; median over streams."""
     all_run_s = max(reply.token_times_s[0] for reply in replies)
-    return [
-        after - before
-        for reply in replies
-        for before, after in zip(reply.token_times_s, reply.token_times_s[1:], strict=False)
-        if before >= all_run_s
-    ]
+    means = []
+    for reply in replies:
+        times = [time_s for time_s in reply.token_times_s if time_s >= all_run_s]
+        if len(times) > 1:
+            means.append((times[-1] - times[0]) / (len(times) - 1))
+    return 1e3 * statistics.median(means)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -106,6 +106,21 @@ class Rows:
         return replace(rows, partial=buffer.view(torch.float32), counts=counts)
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest key and value of each row, which the kernel writes to its last page.
+
+    Attributes:
+        k, v: [T, Hkv, D], whose tokens may be apart.
+        slots: int32 [T], where they go among the tokens of all pages; if that is not the last token of a row, another
+            rank has the newest one. None: every row has its own.
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor | None = None
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -114,7 +129,7 @@ def attend(
     *,
     scale: float,
     sinks: Tensor | None,
-    new: tuple[Tensor, Tensor] | None = None,
+    new: Newest | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last token of each row to the keys of its pages.
@@ -123,8 +138,7 @@ def attend(
         q: [T, H, D], contiguous in the last dimension.
         k, v: [P, R, Hkv, D], contiguous.
         sinks: [H], scores of the sinks; None for none.
-        new: the last key and value of each row, [T, Hkv, D] each, whose tokens may be apart, to be written to its last
-            page; None if they are there.
+        new: not yet in the pages; None if all keys are.
         lse: float32 [T, H], gets the log-sum-exp of the scores to base 2, without sinks; -inf without keys.
     Returns:
         New [T, H, D].
@@ -132,12 +146,13 @@ def attend(
     (num_rows, num_heads, dim), (_, page, num_keys, _) = q.shape, k.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group, table = num_heads // num_keys, rows.table
-    assert new is None or (rows.reads_early and new[0][0].is_contiguous() and new[1][0].is_contiguous())
-    new_k, new_v = (q, q) if new is None else new
+    assert new is None or (rows.reads_early and new.k[0].is_contiguous() and new.v[0].is_contiguous())
+    new_k, new_v, slots = (q, q, None) if new is None else (new.k, new.v, new.slots)
     partial, counts = (q if each is None else each for each in (rows.partial, rows.counts))
     is_divided, num_parts = rows.partial is not None, num_rows if rows.partial is None else len(table.parts)
     assert not is_divided or partial.numel() >= num_parts * num_heads * (dim + 2), "no room for results"
-    tensors = q, new_k, new_v, k, v, q if sinks is None else sinks, out, q if lse is None else lse
+    given = (q if each is None else each for each in (slots, sinks))
+    tensors = q, new_k, new_v, *given, k, v, out, q if lse is None else lse
     pointers = table.indptr, table.lens, table.begins, table.ids, table.firsts, table.parts, partial, counts
     strides = *q.stride()[:2], new_k.stride(0), new_v.stride(0)
     sizes = {
@@ -152,6 +167,7 @@ def attend(
         "IS_DIVIDED": is_divided,
         "HAS_SINKS": sinks is not None,
         "HAS_NEW": new is not None,
+        "HAS_SLOTS": slots is not None,
         "HAS_LSE": lse is not None,
         "READS_EARLY": rows.reads_early,
     }
@@ -170,9 +186,10 @@ def _attend(
     q: tl.tensor,
     new_k: tl.tensor,
     new_v: tl.tensor,
+    slots: tl.tensor,
+    sinks: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
-    sinks: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     indptr: tl.tensor,
@@ -199,6 +216,7 @@ def _attend(
     IS_DIVIDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_NEW: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     READS_EARLY: tl.constexpr,
     IS_EARLY: tl.constexpr,
@@ -224,6 +242,10 @@ def _attend(
     is_key = place < end
     is_new = (is_key & (place == length - 1))[:, None]
     is_old = (is_key & (place < length - 1))[:, None] if READS_EARLY else is_key[:, None] & False
+    if HAS_SLOTS:
+        page = tl.load(pages + (length - 1) // PAGE, mask=length > 0, other=0).to(tl.int64)
+        is_own = tl.load(slots + row) == page * PAGE + (length - 1) % PAGE
+        is_old, is_new = is_old | (is_new & ~is_own), is_new & is_own
     at = _places(pages, place, is_key, key_head, feature, DIM, PAGE, NUM_KEY_HEADS)
     keys, values = tl.load(k + at, mask=is_old, other=0.0), tl.load(v + at, mask=is_old, other=0.0)
     if IS_EARLY:

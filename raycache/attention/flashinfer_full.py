@@ -199,12 +199,14 @@ class OneQuery:
         *,
         sinks: Tensor | None = None,
         new: tuple[Tensor, Tensor] | None = None,
+        slots: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """See `decode_kernels.attend`."""
-        from raycache.attention.decode_kernels import attend
+        """See `decode_kernels.attend`, and `Newest` there for `new` and `slots`."""
+        from raycache.attention.decode_kernels import Newest, attend
 
-        return attend(q, k, v, self._rows, scale=self._scale, sinks=sinks, new=new, lse=lse)
+        newest = None if new is None else Newest(*new, slots)
+        return attend(q, k, v, self._rows, scale=self._scale, sinks=sinks, new=newest, lse=lse)
 
 
 class _Singles:
@@ -240,8 +242,7 @@ class FullKernels:
         self._kernels, self._layers, self._layout = kernels, layers, layout
         self._recorded: PagedKernel | None = None
         self._one_query = self._without_plan(static)
-        is_alone = layout.inputs.ctx.cp.size == 1
-        self._writes_itself = is_alone and self._one_query is not None and self._one_query.is_apart
+        self._writes_itself = self._one_query is not None and self._one_query.is_apart
         if static is not None and self._one_query is None:
             self._recorded = PagedKernel(kernels, "fa2", static)
         self._writer = Writer(kernels, places.slots)
@@ -254,7 +255,7 @@ class FullKernels:
 
     def replan(self, places: Places) -> None:
         """Plan the next replay of a CUDA graph with other pages and slots."""
-        if not self._writes_itself:
+        if not self._writes_itself or self._layout.inputs.ctx.cp.size > 1:
             self._writer.refresh(places.slots)
         self._cached_plans = self._plan_cached(places)
 
@@ -277,14 +278,21 @@ class FullKernels:
             assert lse is not None
             return apply_sinks(out, lse, sinks)
         every_q, k, v = inputs.exchange.gather_parts(q, k, v)
-        self._writer.write_kv(owned, k, v, to=(view.k, view.v))
-        return self._layout.combine(self.cached(view, every_q), None, sinks, is_log2=True)
+        new = (k, v) if self._writes_itself else None
+        if new is None:
+            self._writer.write_kv(owned, k, v, to=(view.k, view.v))
+        return self._layout.combine(self.cached(view, every_q, new), None, sinks, is_log2=True)
 
-    def cached(self, view: KVView, q: Tensor) -> Part:
-        """Queries [T, Hq, D] against this rank's pages, with cp > 1; the log-sum-exp is to base 2."""
+    def cached(self, view: KVView, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Part:
+        """Queries [T, Hq, D] against this rank's pages, with cp > 1; the log-sum-exp is to base 2.
+
+        Args:
+            new: keys and values [T, Hkv, D] of all ranks, of which this rank's are not yet in its pages; or None.
+        """
         if self._one_query is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            return self._one_query.run(q, view.k, view.v, lse=lse), lse
+            slots = None if new is None else self._writer.slots
+            return self._one_query.run(q, view.k, view.v, new=new, slots=slots, lse=lse), lse
         out, found = self._cached(view, q, lse_base="log2")
         assert found is not None
         return out, found

@@ -22,6 +22,8 @@ class Writer:
 
     Args:
         slots: int64 [T].
+    Attributes:
+        slots: the same as int32, at a fixed address.
     """
 
     def __init__(self, kernels: KernelCache, slots: Tensor) -> None:
@@ -30,11 +32,11 @@ class Writer:
         self._rows = self._indptr[:-1]
         self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=kernels.device)
         self._ones = torch.ones(len(slots), dtype=torch.int32, device=kernels.device)
-        self._slots = slots.to(torch.int32)
+        self.slots = slots.to(torch.int32)
 
     def refresh(self, slots: Tensor) -> None:
         """Change the slots; their number stays the same."""
-        self._slots.copy_(slots)
+        self.slots.copy_(slots)
 
     def write_kv(self, owned: Tensor, k: Tensor, v: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
         """Write the `owned` ones of k, v [T, Hkv, D] to pages [P, R, Hkv, D] each."""
@@ -44,7 +46,7 @@ class Writer:
 
             if len(owned) < len(k):
                 k, v = k[owned], v[owned]
-            write_rows(k, v, self._slots, to=(to[0].flatten(0, 1), to[1].flatten(0, 1)))
+            write_rows(k, v, self.slots, to=(to[0].flatten(0, 1), to[1].flatten(0, 1)))
         else:
             self._write(self._lib.append_paged_kv_cache, owned, k, v, to)
 
@@ -57,7 +59,7 @@ class Writer:
 
         if len(owned) < len(latent):
             latent, rope = latent[owned], rope[owned]
-        write_latents(latent, rope, self._slots, to=to)
+        write_latents(latent, rope, self.slots, to=to)
 
     def _write(self, append: Any, owned: Tensor, one: Tensor, other: Tensor, to: tuple[Tensor, ...]) -> None:
         if not len(owned):
@@ -67,6 +69,6 @@ class Writer:
             one, other = one[owned], other[owned]
         pages = tuple(x.flatten(0, 1)[:, None] for x in to)
         if len(one.shape) == 2:
-            append(one, other, self._rows, self._zeros, *pages, self._slots, self._indptr, self._ones)
+            append(one, other, self._rows, self._zeros, *pages, self.slots, self._indptr, self._ones)
         else:
-            append(one, other, self._rows, self._zeros, pages, self._slots, self._indptr, self._ones)
+            append(one, other, self._rows, self._zeros, pages, self.slots, self._indptr, self._ones)

@@ -29,8 +29,8 @@ from raycache.parallel.devices import early
 from raycache.rounding import ceil_div, power_of_2
 from raycache.step.inputs import StateRows
 
-BLOCK_TOKENS = 32
-"""Tokens per program of the convolution; at least K - 1."""
+BLOCK_TOKENS = 16
+"""Tokens per program of the convolution, at least K - 1; a thread has all of them in registers."""
 
 
 class Scanned(NamedTuple):
@@ -141,13 +141,9 @@ def convolve(
     """
     x, weight = side_by_side(x), weight.contiguous()
     heads, dim, taps = weight.shape
-    channels = min(256, power_of_2(heads * dim))
-    if blocks.size > 1:
-        channels = min(128, channels)
     is_unit = activation is not None and activation.length is not None
-    if is_unit:
-        channels = power_of_2(dim)
-    _convolve[len(blocks.table), heads if is_unit else ceil_div(heads * dim, channels)](
+    channels = power_of_2(dim) if is_unit else min(128, power_of_2(heads * dim))
+    _convolve[heads if is_unit else ceil_div(heads * dim, channels), len(blocks.table)](
         states,
         rows.spans,
         rows.reads,
@@ -167,12 +163,14 @@ def convolve(
         D=dim,
         HAS_GAPS=x.stride(1) != dim,
         TAPS=taps,
+        SIZE=power_of_2(taps),
         BT=blocks.size,
         BF=channels,
         HAS_BIAS=bias is not None,
         IS_BEHIND=blocks.behind is not None,
         IS_ACTIVE=activation is not None,
         IS_UNIT=is_unit,
+        num_warps=max(1, channels // 256),
     )
 
 
@@ -281,6 +279,7 @@ def _convolve(
     D: tl.constexpr,
     HAS_GAPS: tl.constexpr,
     TAPS: tl.constexpr,
+    SIZE: tl.constexpr,
     BT: tl.constexpr,
     BF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -292,7 +291,8 @@ def _convolve(
 
     With IS_UNIT a program has all channels of a head.
     """
-    row, first = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    block, part = tl.program_id(1), tl.program_id(0)  # programs side by side read whole tokens
+    row, first = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
     read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
     oldest = tl.zeros_like(start)  # index of the first input that is in x
@@ -300,40 +300,45 @@ def _convolve(
         oldest -= tl.load(behind + row)
         read = tl.where(oldest < 0, -1, read)
     if IS_UNIT:
-        channel = tl.program_id(1) * D + tl.arange(0, BF)
+        channel = part * D + tl.arange(0, BF)
         is_channel = tl.arange(0, BF) < D
     else:
-        channel = tl.program_id(1) * BF + tl.arange(0, BF)
+        channel = part * BF + tl.arange(0, BF)
         is_channel = channel < num_channels
     inputs = x + start * x_token + channel
     if HAS_GAPS:
         inputs += (channel // D) * (x_head - D)
     old = states + read * slot + channel * (TAPS - 1) + (TAPS - 1)
 
-    place = first + tl.arange(0, BT)
-    is_output = (place < count)[:, None] & is_channel[None, :]
-    total = tl.zeros([BT, BF], dtype=tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    # One load for all taps of a channel: loaded one by one, they would take longer than the inputs.
+    number = tl.arange(0, SIZE)[None, :]
+    factor_at = weight + channel[:, None] * TAPS + number
+    factors = tl.load(factor_at, mask=is_channel[:, None] & (number < TAPS), other=0.0).to(tl.float32)
+    taps, window = (), ()
     for tap in tl.static_range(TAPS):
-        source = (place + tap - (TAPS - 1))[:, None]
-        factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-        fresh = tl.load(inputs[None, :] + source * x_token, mask=is_output & (source >= oldest), other=0.0)
-        total += fresh.to(tl.float32) * factor
-    if first == 0:
-        for tap in tl.static_range(TAPS - 1):
-            source = (place + tap - (TAPS - 1))[:, None]
-            factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-            stored = tl.load(old[None, :] + source, mask=is_output & (source < 0) & (read >= 0), other=0.0)
-            total += stored.to(tl.float32) * factor
-    if IS_ACTIVE:
-        # Rounded where the separate operations round.
-        total = total.to(x.dtype.element_ty).to(tl.float32)
-        total = (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
-    if IS_UNIT:
-        total *= length * tl.rsqrt(tl.sum(total * total, axis=1) + eps)[:, None]
-    to = out + (start + place)[:, None] * num_channels + channel[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_output)
+        taps += (tl.sum(tl.where(number == tap, factors, 0.0), 1),)  # type: ignore[assignment]
+    for index in tl.static_range(BT + TAPS - 1):
+        source = first + index - (TAPS - 1)
+        fresh = tl.load(inputs + source * x_token, mask=is_channel & (source >= oldest) & (source < count), other=0.0)
+        if index < TAPS - 1:  # of this and `fresh`, one is zero
+            fresh = fresh.to(tl.float32)
+            fresh += tl.load(old + source, mask=is_channel & (source < 0) & (read >= 0), other=0.0).to(tl.float32)
+        window += (fresh,)  # type: ignore[assignment]
+    offset = tl.zeros([BF], tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    for index in tl.static_range(BT):
+        total = offset
+        for tap in tl.static_range(TAPS):
+            total += window[index + tap].to(tl.float32) * taps[tap]
+        if IS_ACTIVE:
+            # Rounded where the separate operations round.
+            total = total.to(x.dtype.element_ty).to(tl.float32)
+            total = (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
+        if IS_UNIT:
+            total *= length * tl.rsqrt(tl.sum(total * total, axis=0) + eps)
+        to = out + (start + first + index) * num_channels + channel
+        tl.store(to, total.to(out.dtype.element_ty), mask=is_channel & (first + index < count))
 
     if first == 0:
         # The first token may write to the slot that the row reads: the outputs above have read all of the old state,

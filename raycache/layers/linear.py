@@ -35,10 +35,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """F.linear for tensors and other weights."""
     if not isinstance(weight, Tensor):
         return weight.multiply(x, bias)
-    if len(x) == 1 and fused.has_kernels(x) and (kernels := _kernels()).takes(x, weight, bias):
-        product: Tensor = kernels.multiply(x, weight, bias)
-        return product
-    return F.linear(x, weight, bias)
+    product = _of_few_tokens(x, weight, bias)
+    return F.linear(x, weight, bias) if product is None else product
 
 
 class RowBlocks:
@@ -54,9 +52,9 @@ class RowBlocks:
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[T, I] -> new [T, O]; `bias` is [O], or None."""
-        if len(x) == 1 and fused.has_kernels(x) and (kernels := _kernels()).takes(x, self._blocks, bias):
-            product: Tensor = kernels.multiply(x, self._blocks, bias)
-            return product
+        few = _of_few_tokens(x, self._blocks, bias)
+        if few is not None:
+            return few
         num_blocks, size, _ = self._blocks.shape
         product = x.new_empty(len(x), num_blocks * size)
         parts = product.view(len(x), num_blocks, size).transpose(0, 1)
@@ -140,6 +138,14 @@ class RowLinear:
         """
         taken = None if is_input_split else split.part(self.weight.shape[1], what="input features")
         return RowLinear(split.columns(self.weight), self.bias, split.stage, taken=taken)
+
+
+def _of_few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product by a kernel for one or two tokens, or None where it is not faster, or not there."""
+    if len(x) > 2 or not fused.has_kernels(x) or not (kernels := _kernels()).takes(x, weight, bias):
+        return None
+    product: Tensor = kernels.multiply(x, weight, bias)
+    return product
 
 
 @cache

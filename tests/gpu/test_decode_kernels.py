@@ -129,11 +129,34 @@ def test_windows_with_sinks(window: int) -> None:
         torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("num_warps", [2, 4])
+@pytest.mark.parametrize("window", [0, 100])
+def test_only_the_newest_keys_of_this_rank_are_new(window: int, num_warps: int) -> None:
+    from raycache.attention.decode_kernels import Newest, Rows, attend
+
+    lengths = [1, 64, 65, 300, 1100, 1, 64, 65, 300, 1100, 0]
+    pages, is_own = Pages(lengths, (16, 4), 128, window), torch.arange(11, device="cuda") < 5
+    buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
+    whole = Rows.whole(pages.table, window, reads_early=True)
+    rows = whole if window else pages.divided(buffer, 264, num_warps=num_warps)
+    elsewhere = len(pages.k) * PAGE - 1  # in a page of no row
+    slots, kv = torch.where(is_own, pages.slots, elsewhere).int(), drawn(11, 8, 128)
+    (k, v), before = (kv[:, :4], kv[:, 4:]), [x.clone() for x in (pages.k, pages.v)]
+    lse = torch.empty(pages.q.shape[:2], device="cuda")
+    found = attend(pages.q, pages.k, pages.v, rows, scale=128**-0.5, sinks=None, new=Newest(k, v, slots), lse=lse)
+    for page, old, new in zip((pages.k, pages.v), before, (k, v), strict=True):
+        old.flatten(0, 1)[slots[is_own].long()] = new[is_own]
+        assert torch.equal(page, old)
+    right, right_lse = pages.right(window, None)
+    check(found, right)
+    torch.testing.assert_close(lse.double(), right_lse, atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("is_written", [False, True])
 def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window: int) -> None:
     """As in a decode step: many layers in one CUDA graph, each replay with other keys, which their pages have then."""
-    from raycache.attention.decode_kernels import Rows, attend
+    from raycache.attention.decode_kernels import Newest, Rows, attend
     from raycache.attention.page_kernels import write_rows
 
     layers = [Pages([1, 0, 64, 1100, 2049], (16, 4), 128, window) for _ in range(8)]
@@ -153,7 +176,7 @@ def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window:
                     kv[some, :4], kv[some, 4:], pages.slots[some], to=(pages.k.flatten(0, 1), pages.v.flatten(0, 1))
                 )
             q = kv.repeat(1, 2, 1)
-            given = new if is_written else None
+            given = Newest(*new) if is_written else None
             out = attend(q, pages.k, pages.v, rows, scale=0.08, sinks=None, new=given)
             found.append(out)
             kv = out[:, :8] * 20 + first

@@ -1,4 +1,4 @@
-"""Products with one token against products in float64."""
+"""Products with one and two tokens against products in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ pytestmark = [
 ]
 
 SIZES = [(1, 64), (7, 104), (513, 2048), (2048, 4096), (12352, 2048), (2880, 4096), (5120, 2880), (300, 7168), (3, 8)]
-SIZES += [(4096, 6144), (67, 5120), (33, 4616), (7, 5000), (9, 8192)]  # all but the last as two powers of two
+SIZES += [(4096, 6144), (67, 5120), (33, 4616), (7, 5000), (9, 8192), (300, 520)]  # most as two powers of two
+SIZES += [(70001, 1024), (303, 9728), (41, 12288), (5, 14336), (6, 25600), (3, 32768)]
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -38,11 +39,12 @@ def compare(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> No
     assert bool(((found.double() - right).abs() <= bound).all())
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize(("size", "depth"), SIZES)
 @torch.inference_mode()
-def test_products(size: int, depth: int, has_bias: bool) -> None:
-    check(draw(1, depth, seed=1), draw(size, depth, seed=2), draw(size, seed=3) if has_bias else None)
+def test_products(size: int, depth: int, has_bias: bool, tokens: int) -> None:
+    check(draw(tokens, depth, seed=1), draw(size, depth, seed=2), draw(size, seed=3) if has_bias else None)
 
 
 @torch.inference_mode()
@@ -50,16 +52,18 @@ def test_views() -> None:
     weight, x = draw(400, 1024, seed=1), draw(3, 2048, seed=2)
     check(x[1:2, 512:1024], weight[100:300, 256:768], None)
     check(x[2:, :1024], weight[::2], None)
+    check(x[::2, 8:520], weight[:, 8:520], None)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize(("rows", "depth"), [(100, 1024), (7, 104), (4096, 4096)])
 @torch.inference_mode()
-def test_blocks_of_rows(rows: int, depth: int, has_bias: bool) -> None:
+def test_blocks_of_rows(rows: int, depth: int, has_bias: bool, tokens: int) -> None:
     from raycache.layers import vector_kernels
 
     whole = draw(3, 2 * rows, depth, seed=1)
-    blocks, x = whole[:, rows:], draw(1, depth, seed=2)
+    blocks, x = whole[:, rows:], draw(tokens, depth, seed=2)
     bias = draw(3 * rows, seed=3) if has_bias else None
     assert vector_kernels.takes(x, blocks, bias)
     compare(RowBlocks(blocks).multiply(x, bias), x, blocks.flatten(0, 1), bias)
@@ -80,16 +84,19 @@ def test_tensors_that_the_kernel_does_not_take_are_multiplied_by_torch() -> None
         (x[:, 1:129], weight[:, :128]),
         (x[:, :128], weight[:, 1:129]),
         (x[:, :100], draw(9, 100, seed=3)),
+        (draw(2, 132, seed=4)[:, :128], weight[:, :128]),
+        (draw(3, 128, seed=4), weight[:, :128]),
     ):
         assert not vector_kernels.takes(own, other, None)
         torch.testing.assert_close(linear(own, other), torch.nn.functional.linear(own, other))
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
 @torch.inference_mode()
-def test_one_behind_the_other_in_a_graph() -> None:
+def test_one_behind_the_other_in_a_graph(tokens: int) -> None:
     """Each reads its weights before the kernel before it has ended, and its input only then."""
     weights = [draw(1024, 1024, seed=i) / 32 for i in range(24)]
-    x = draw(1, 1024, seed=99)
+    x = draw(tokens, 1024, seed=99)
 
     def run() -> Tensor:
         value = x
@@ -102,7 +109,7 @@ def test_one_behind_the_other_in_a_graph() -> None:
     with torch.cuda.graph(graph):
         recorded = run()
     for seed in range(20):
-        x.copy_(draw(1, 1024, seed=seed))
+        x.copy_(draw(tokens, 1024, seed=seed))
         graph.replay()
         one_by_one = x
         for weight in weights:
