@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import sys
@@ -142,7 +143,7 @@ class Load:
             seconds = time.perf_counter() - begin_s
             name = f"{count} streams, {sizes.context:,} in, {sizes.output} out"
             yield Line(f"{name}: tokens per second", count * sizes.output / seconds, "1/s")
-            yield Line(f"{name}: between tokens", _between_tokens_ms(replies), "ms")
+            yield Line(f"{name}: mean time between tokens", _between_tokens_ms(replies), "ms")
 
     async def mixed(self) -> AsyncIterator[Line]:
         """Prompts that come while others are answered."""
@@ -229,14 +230,17 @@ def _first_ms(replies: Sequence[Reply]) -> float:
 
 
 def _between_tokens_ms(replies: Sequence[Reply]) -> float:
-    """Mean time between tokens of a stream while all run, of which several may come at a time; median over streams."""
-    all_run_s = max(reply.token_times_s[0] for reply in replies)
+    """Mean time between tokens of a stream while all of them run; the median of all streams.
+
+    Not the median of single times: a server that is behind sends several tokens at a time.
+    """
+    begin_s, end_s = max(reply.token_times_s[0] for reply in replies), min(reply.token_times_s[-1] for reply in replies)
     means = []
     for reply in replies:
-        times = [time_s for time_s in reply.token_times_s if time_s >= all_run_s]
+        times = [time_s for time_s in reply.token_times_s if begin_s <= time_s <= end_s]
         if len(times) > 1:
             means.append((times[-1] - times[0]) / (len(times) - 1))
-    return 1e3 * statistics.median(means)
+    return 1e3 * statistics.median(means) if means else math.nan
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,7 +60,8 @@ class Rows:
         table: on the device; rows without keys get zeros.
         keys: of a block, a power of two.
         reads_early: whether no key is written in a step but the last one of each row, which no other row has.
-        is_recorded: whether the table is on the device before a step begins, as in a CUDA graph.
+        is_recorded: whether the table, and slots of new keys, are on the device before a step begins, as in a CUDA
+            graph.
         num_warps: of a program.
         partial: float32, for the results of parts, [N, Hkv, H / Hkv, D + 2]; any contents. None if a program takes all
             keys of a row, like `counts`.

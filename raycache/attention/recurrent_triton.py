@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         table: int64 [M, 2], row and first token in the row of each block.
-        size: tokens of a block, a power of two.
+        size: tokens of a block.
         behind: int64 [N], how many tokens right before the row are its earlier inputs, at least K - 1, or 0 if these
             are in the state; None, for all 0, in decode steps.
     """
@@ -289,9 +289,9 @@ def _convolve(
 ) -> None:
     """`source` is the index of an input in the row; negative ones are in column source + TAPS - 1 of the state.
 
-    With IS_UNIT a program has all channels of a head.
+    With IS_UNIT a program has all channels of a head. SIZE is TAPS, rounded up to a power of two.
     """
-    block, part = tl.program_id(1), tl.program_id(0)  # programs side by side read whole tokens
+    block, part = tl.program_id(1), tl.program_id(0)  # neighbouring programs read neighbouring channels
     row, first = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
     read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)

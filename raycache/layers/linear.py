@@ -141,7 +141,7 @@ class RowLinear:
 
 
 def _of_few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product by a kernel for one or two tokens, or None where it is not faster, or not there."""
+    """The product by the kernel for one or two tokens, or None where that does not support it."""
     if len(x) > 2 or not fused.has_kernels(x) or not (kernels := _kernels()).takes(x, weight, bias):
         return None
     product: Tensor = kernels.multiply(x, weight, bias)

@@ -103,7 +103,7 @@ def _best_of_part(
 ) -> None:
     """One program per row and part of its columns."""
     row, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    each = tl.cdiv(tl.cdiv(count, num_parts), 8) * 8  # so that loads are of 16 bytes
+    each = tl.cdiv(tl.cdiv(count, num_parts), 8) * 8  # parts begin where 16 bytes begin
     begin, end = part * each, tl.minimum((part + 1) * each, count)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     column = tl.full([BLOCK], 0, tl.int32) + begin

@@ -3,7 +3,8 @@
 FlashInfer compiles a kernel per kind of attention, Triton also per size and alignment of arguments. Which of these
 a step needs follows from its rows, so the steps below have all kinds of rows that a deployment can meet:
 
-    prompts     of every power of two of tokens, and one more, up to the largest step; new, and behind a cached page
+    prompts     of every power of two of tokens, and one more, up to the largest step, and of one and two tokens per cp
+                rank; new, and behind a cached page
     contexts    few tokens, many tokens and a single one behind every power of two of cached tokens, up to the longest;
                 under cp a long chunk, whose queries go by copy engines
     batches     of single tokens, up to the largest batch; of prompts; of both
@@ -150,8 +151,8 @@ class _Maker:
     def prompts(self) -> Iterator[StepPlan]:
         """One new prompt of each length; then the same behind a cached page; then some whose end is not reached."""
         most = min(self.largest.tokens, self.largest.longest)
-        powers = [2**i for i in range(most.bit_length())]
-        for length in (*powers, *(power + 1 for power in powers[1:]), most):
+        powers, cp = [2**i for i in range(most.bit_length())], self.deployment.config.split.cp
+        for length in sorted({*powers, *(power + 1 for power in powers[1:]), cp, 2 * cp, most}):
             yield self._plan([self._row(0, 0, length)])
         for length in powers:
             yield self._plan([self._row(0, self.largest.page_size, length)])
@@ -193,9 +194,11 @@ class _Maker:
             yield self._plan([self._row(0, start, 1)], [sampling])
         every = list(_SAMPLERS.values())
         yield self._plan([self._row(slot, start, 1) for slot in range(len(every))], every)
+        few = 2 * self.deployment.config.split.cp  # logits of two tokens per cp rank
         for num_top in (0, MAX_TOP_LOGPROBS):
             rows = [self._row(0, start, 1, is_masked=True), self._row(1, 0, _FEW, targets=self._ids(_FEW - 1))]
             yield replace(self._plan(rows), num_top=num_top)
+            yield replace(self._plan([self._row(0, 0, few, targets=self._ids(few - 1))]), num_top=num_top)
         if self.deployment.plans_ahead:
             fed = self._row(0, start, 1)
             yield self._plan([replace(fed, tokens=UNKNOWN, is_fed=True)])

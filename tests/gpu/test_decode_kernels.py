@@ -139,7 +139,8 @@ def test_only_the_newest_keys_of_this_rank_are_new(window: int, num_warps: int) 
     buffer = torch.full([8 << 20], 127, dtype=torch.uint8, device="cuda")
     whole = Rows.whole(pages.table, window, reads_early=True)
     rows = whole if window else pages.divided(buffer, 264, num_warps=num_warps)
-    elsewhere = len(pages.k) * PAGE - 1  # in a page of no row
+    free = next(page for page in range(len(pages.k)) if not bool((pages.table.ids == page).any()))
+    elsewhere = free * PAGE + PAGE - 1
     slots, kv = torch.where(is_own, pages.slots, elsewhere).int(), drawn(11, 8, 128)
     (k, v), before = (kv[:, :4], kv[:, 4:]), [x.clone() for x in (pages.k, pages.v)]
     lse = torch.empty(pages.q.shape[:2], device="cuda")
@@ -153,8 +154,8 @@ def test_only_the_newest_keys_of_this_rank_are_new(window: int, num_warps: int) 
 
 
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("is_written", [False, True])
-def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window: int) -> None:
+@pytest.mark.parametrize("writer", ["a kernel in front", "attention", "attention, by slots"])
+def test_the_newest_key_comes_from_the_kernel_in_front(writer: str, window: int) -> None:
     """As in a decode step: many layers in one CUDA graph, each replay with other keys, which their pages have then."""
     from raycache.attention.decode_kernels import Newest, Rows, attend
     from raycache.attention.page_kernels import write_rows
@@ -171,12 +172,13 @@ def test_the_newest_key_comes_from_the_kernel_in_front(is_written: bool, window:
         found, kv = [], first
         for pages, rows in zip(layers, of_layers, strict=True):
             new = kv[:, :4], kv[:, 4:]
-            if not is_written:
+            if writer == "a kernel in front":
                 write_rows(
                     kv[some, :4], kv[some, 4:], pages.slots[some], to=(pages.k.flatten(0, 1), pages.v.flatten(0, 1))
                 )
             q = kv.repeat(1, 2, 1)
-            given = Newest(*new) if is_written else None
+            slots = pages.slots if writer == "attention, by slots" else None
+            given = None if writer == "a kernel in front" else Newest(*new, slots)
             out = attend(q, pages.k, pages.v, rows, scale=0.08, sinks=None, new=given)
             found.append(out)
             kv = out[:, :8] * 20 + first

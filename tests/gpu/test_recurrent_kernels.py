@@ -264,6 +264,7 @@ def test_a_state_is_kept_behind_each_draft(kind: Kind, start: int) -> None:
 SEQUENCES = {
     "one": [[200, 64, 33, 130]],
     "two": [[64, 128, 5], [70, 100, 64, 1]],
+    "behind few tokens": [[20, 40, 17, 70], [16, 33]],
     "among others": [[33, 40], [2, 70, 90], [1], [32, 32], [100], [3, 1, 64]],
 }
 each_step = pytest.mark.parametrize("lengths", SEQUENCES.values(), ids=SEQUENCES)

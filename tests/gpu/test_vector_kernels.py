@@ -86,9 +86,12 @@ def test_tensors_that_the_kernel_does_not_take_are_multiplied_by_torch() -> None
         (x[:, :100], draw(9, 100, seed=3)),
         (draw(2, 132, seed=4)[:, :128], weight[:, :128]),
         (draw(3, 128, seed=4), weight[:, :128]),
+        (draw(1, 40000, seed=5), draw(3, 40000, seed=6)),
+        (x.half(), weight.half()),
     ):
         assert not vector_kernels.takes(own, other, None)
         torch.testing.assert_close(linear(own, other), torch.nn.functional.linear(own, other))
+    assert linear(draw(1, 128, seed=7)[:0], weight[:, :128]).shape == (0, 64)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

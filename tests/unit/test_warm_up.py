@@ -81,6 +81,15 @@ def test_steps_are_within_the_limits_and_reach_them(family: str, tmp_path: Path)
     assert replayed == set(range(1, (ROWS if has_states else ROWS * (1 + DRAFTS)) + 1))
 
 
+@pytest.mark.parametrize("cp", [1, 2, 3, 5])
+def test_ranks_compute_and_score_one_and_two_tokens(cp: int, tmp_path: Path) -> None:
+    """Kernels for so few tokens are compiled by themselves, also where one request runs at a time."""
+    of = deployment(tmp_path, "llama", max_running=1, cp=cp, page_size=PAGE * cp)
+    steps = [row for step in eager_steps(of) for row in step.plan.rows if len(step.plan.rows) == 1]
+    assert {cp, 2 * cp} <= {row.num_tokens for row in steps if row.start == 0}
+    assert 2 * cp in {1 + len(row.targets) // 4 for row in steps if row.num_tokens == 2 * cp}
+
+
 @pytest.mark.parametrize(("longest", "rows", "tokens"), [(16, 1, 1), (20, 2, 7), (64, 1, 512)])
 def test_small_limits_leave_steps_that_fit(longest: int, rows: int, tokens: int, tmp_path: Path) -> None:
     limits = {"max_model_len": longest, "max_running": rows, "max_step_tokens": tokens}
