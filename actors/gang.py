@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,20 @@ from raycache.rank.member import RankSpec, threads_of
 LOADING = "loading weights"
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What gangs have found out, for those that replace them.
+
+    Attributes:
+        warm_nodes: ids of nodes whose disks have all kernels.
+        longest_pieces: of each rank, tokens of the longest step that is recorded in pieces, None if none can be; empty
+            before there was a gang.
+    """
+
+    warm_nodes: frozenset[str] = frozenset()
+    longest_pieces: tuple[int | None, ...] = ()
+
+
 class Gang:
     """Rank actors of one epoch.
 
@@ -33,8 +47,8 @@ class Gang:
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
         wait_for_arenas: called when the ranks before these have been ended; returns once none of them uses an arena.
         phases: of the start, which is added to them.
-        warm_nodes: ids of nodes whose disks have all kernels. With a rank elsewhere, all ranks run steps of all kinds
-            before they are ready.
+        findings: of gangs before. With a rank on a node that had none, all ranks run steps of all kinds before they
+            are ready, and find out up to which length steps are worth recording.
     Raises:
         RayCacheError: a rank failed to start; no actor is left behind.
 
@@ -44,7 +58,7 @@ class Gang:
         num_pages: pages per rank.
         rows: one per rank, for status output.
         gpus: of each rank.
-        nodes: ids of the ranks' nodes.
+        findings: of this gang and those before.
     """
 
     def __init__(
@@ -57,7 +71,7 @@ class Gang:
         arenas: Mapping[str, Path],
         wait_for_arenas: Callable[[], None],
         phases: Phases,
-        warm_nodes: Collection[str],
+        findings: Findings,
     ) -> None:
         self._ranks = ranks
         executor = None
@@ -83,11 +97,16 @@ class Gang:
             has_peers = self.deployment.config.peer_memory
             fits = self._ranks.ask("load", phase=LOADING, board=meeting.board, peer_memory=has_peers)
             self.num_pages = min(fits)
-            builds = [(self.num_pages, arenas[where["node"]] if arenas else None) for where in wheres]
-            self.nodes = frozenset(where["node"] for where in wheres)
-            warms_up = not self.nodes <= frozenset(warm_nodes)
-            each = self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up)
-            phases.end("other", of_it=slowest(each))
+            nodes = frozenset(where["node"] for where in wheres)
+            warms_up = not nodes <= findings.warm_nodes
+            files = [arenas[where["node"]] if arenas else None for where in wheres]
+            longest = [None] * len(wheres) if warms_up or None in findings.longest_pieces else findings.longest_pieces
+            builds = [(self.num_pages, *own) for own in zip(files, longest, strict=True)]
+            seconds, pieces = zip(
+                *self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up), strict=True
+            )
+            self.findings = Findings(findings.warm_nodes | nodes, pieces)
+            phases.end("other", of_it=slowest(list(seconds)))
         except BaseException:  # an interrupt, too: the actors would stay
             if executor is not None:
                 executor.abandon()

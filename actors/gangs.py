@@ -75,7 +75,6 @@ class Gangs:
         self._check_s, self._checked_s = _CHECK_SPARES_S, 0.0
         self.epoch = epoch
         self.rebuilds = 0
-        self._warm_nodes: frozenset[str] = frozenset()  # gangs have compiled their kernels there
         self.lost_at = 0.0
         self.rebuild_s: Mapping[str, float] = {}
 
@@ -125,7 +124,7 @@ class Gangs:
 
     def _start(self, deployment: Deployment, *, on_progress: OnProgress, phases: Phases) -> Gang:
         """Start the gang of the next epoch."""
-        from actors.gang import Gang
+        from actors.gang import Findings, Gang
 
         if self._ranks is None:
             self.start_ranks(on_progress=on_progress)
@@ -143,9 +142,8 @@ class Gangs:
             arenas=self._files,
             wait_for_arenas=self._wait_for_arenas,
             phases=phases,
-            warm_nodes=self._warm_nodes,
+            findings=Findings() if self._gang is None else self._gang.findings,
         )
-        self._warm_nodes |= self._gang.nodes
         _log.info("epoch %d runs on %d ranks", self.epoch, config.world_size)
         self._ready_s = time.monotonic()
         return self._gang

@@ -155,18 +155,25 @@ class RankActor:
         self._loaded = load(Deployment(self._config, served_model(self._config), device_type), self._member)
         return self._loaded.measure()
 
-    def build(self, num_pages: int, arena: Path | None, *, warms_up: bool = True) -> dict[str, float]:
-        """Allocate the page pool and map the arena; returns the seconds of this rank's start by phase.
+    def build(
+        self, num_pages: int, arena: Path | None, longest_piece: int | None, *, warms_up: bool
+    ) -> tuple[dict[str, float], int | None]:
+        """Allocate the page pool and map the arena.
 
         Args:
+            longest_piece: that of this rank in the gang before; None: find out.
             warms_up: whether to run steps of all kinds first.
+        Returns:
+            The seconds of this rank's start by phase; and tokens of the longest step that is recorded in pieces, None
+            if none can be.
         """
         if arena is not None:
             # Held until this process ends, in whatever way: no other gang may use the slabs before.
             self._lease = Lease(arena.parent, "ranks")
         assert self._loaded is not None and self._member is not None, "load comes first"
-        self._rank = self._loaded.build(num_pages, arena, warms_up=warms_up)
-        return self._member.phases.seconds
+        self._rank = self._loaded.build(num_pages, arena, warms_up=warms_up, longest_piece=longest_piece)
+        pieces = self._rank.pieces
+        return self._member.phases.seconds, None if pieces is None else pieces.longest
 
     def run(self) -> None:
         """Execute plans until the last one."""

@@ -122,13 +122,16 @@ class LoadedRank:
         self.member.phases.end("kernels")
         return pages_that_fit(deployment, ctx=self.member.ctx, ranks_on_node=ranks_on_node, use=use)
 
-    def build(self, num_pages: int, arena: Path | None = None, *, warms_up: bool = True) -> Rank:
+    def build(
+        self, num_pages: int, arena: Path | None = None, *, warms_up: bool = True, longest_piece: int | None = None
+    ) -> Rank:
         """Allocate the pool and everything that uses it.
 
         Args:
             num_pages: the same on all ranks.
             arena: file of this node's host tier, if there is one.
             warms_up: whether to run steps of all kinds first, so that no request waits for a compiler.
+            longest_piece: `RecordedPieces.longest` of this stage's ranks before; None: find out.
         """
         member, mover = self.member, None
         member.phases.skip()
@@ -139,7 +142,7 @@ class LoadedRank:
                 mover = _new_mover(member, pool, arena)
         try:
             with reporting_lost_peers(member.ctx):
-                rank = self._build_around(pool, mover)
+                rank = self._build_around(pool, mover, longest_piece)
                 if warms_up:
                     warm_up(rank, self.deployment, batch_sizes=self._graph_sizes[0] if self._has_graphs else ())
         except BaseException:  # an interrupt, too: the host tier would stay pinned in this process
@@ -152,7 +155,7 @@ class LoadedRank:
             rank.at_close = warn_of_compilers()
         return rank
 
-    def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
+    def _build_around(self, pool: DevicePool, mover: Mover | None, longest_piece: int | None) -> Rank:
         member, last, graphs, draft_graphs, short_steps, pieces = self.member, None, None, None, None, None
         if self.deployment.plans_ahead:
             config = self.deployment.config
@@ -167,7 +170,7 @@ class LoadedRank:
             short_steps = self._record_short_steps(pool, last)
             if self._short_sizes and short_steps is None:
                 gc.collect()
-            pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE)
+            pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE, longest=longest_piece)
         member.note("graphs")
         if (use := member.use) is not None:
             for purpose in ("graphs", "staging"):
@@ -325,14 +328,14 @@ class LoadedRank:
         )
         return graphs
 
-    def _record_pieces(self, pool: DevicePool, *, least: int) -> RecordedPieces | None:
+    def _record_pieces(self, pool: DevicePool, *, least: int, longest: int | None) -> RecordedPieces | None:
         """Record pieces of short steps that are no decode batches, if the model's layers support it."""
         deployment, ctx, start_s = self.deployment, self.member.ctx, time.monotonic()
         widths, recorder = received_widths(deployment.model, ctx), CudaRecorder(pool.device)
         try:
             pieces = RecordedPieces(
                 self.model,
-                sizes=piece_sizes(deployment.max_step_tokens, least=least),
+                sizes=piece_sizes(deployment.max_step_tokens, least=least, longest=longest),
                 pool=pool,
                 backend=self.backend,
                 ctx=ctx,
@@ -345,7 +348,7 @@ class LoadedRank:
             return None
         _log.info(
             "recorded steps of at most %d tokens as %d pieces in %.1f s, %.0f MiB",
-            max(pieces.sizes, default=0),
+            pieces.longest,
             pieces.num_graphs,
             time.monotonic() - start_s,
             recorder.num_bytes / 2**20,
@@ -372,7 +375,7 @@ class LoadedRank:
             return 0
         parts = self.deployment.components
         calls = sum(len(part.layers) * (_STATE_CALLS if part.reuse is Reuse.STATE_HERE else 1) for part in parts)
-        return len(piece_sizes(self.deployment.max_step_tokens, least=1)) * (calls + 1)
+        return len(piece_sizes(self.deployment.max_step_tokens, least=1).tokens) * (calls + 1)
 
     @property
     def _has_draft_states(self) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,14 +48,28 @@ LONGEST = _SIZES[-1]
 # Shapes in this file: S recorded tokens, T of a step, C hidden size.
 
 
-def piece_sizes(most: int, *, least: int) -> list[int]:
+class PieceSizes(NamedTuple):
+    """Numbers of tokens to record.
+
+    Attributes:
+        is_measured: whether steps of all of them are known to take hardly longer than to launch them; else this is
+            measured, and longer ones are left out.
+    """
+
+    tokens: Sequence[int]
+    is_measured: bool = False
+
+
+def piece_sizes(most: int, *, least: int, longest: int | None = None) -> PieceSizes:
     """Numbers of tokens to record.
 
     Args:
         most: tokens of a step.
         least: fewer are run in another way.
+        longest: `RecordedPieces.longest` of ranks like these; None if it is not known.
     """
-    return [size for size in _SIZES if least <= size <= most]
+    last = most if longest is None else min(most, longest)
+    return PieceSizes([size for size in _SIZES if least <= size <= last], is_measured=longest is not None)
 
 
 def trial_step(num_tokens: int, pool: DevicePool, ctx: ParallelContext) -> StepInputs:
@@ -141,7 +156,7 @@ class RecordedPieces:
     """The pieces of one stage on one rank. Recording is collective over tp and cp.
 
     Args:
-        sizes: numbers of tokens to record.
+        sizes: to record.
         pool: must have scratch units.
         hidden: empty tensor [0, C] like the input of a stage after the first; None on the first.
         records: layers to record for a draft model (see `ForwardPass`).
@@ -156,7 +171,7 @@ class RecordedPieces:
         self,
         model: Model,
         *,
-        sizes: Sequence[int],
+        sizes: PieceSizes,
         pool: DevicePool,
         backend: AttentionBackend,
         ctx: ParallelContext,
@@ -171,7 +186,8 @@ class RecordedPieces:
         self._results: Sequence[_Result] = ()  # of the calls of any step
         self._warm_up_layers: Collection[int] = ()
         self._skips_others = False
-        tried = self._tried([trial_step(size, pool, ctx) for size in sorted(sizes)])
+        trials = [trial_step(size, pool, ctx) for size in sorted(sizes.tokens)]
+        tried = self._tried(trials, is_measured=sizes.is_measured)
         # Largest first, so that the others fit into its memory.
         self._recorded = {len(one.trial.ids): self._record(one) for one in reversed(tried)}
         self.num_graphs = sum(len(recorded.pieces) for recorded in self._recorded.values())
@@ -181,6 +197,11 @@ class RecordedPieces:
         """Recorded numbers of tokens."""
         return list(self._recorded)
 
+    @property
+    def longest(self) -> int:
+        """The largest of `sizes`; 0 if there are none."""
+        return max(self._recorded, default=0)
+
     def for_warm_up(self) -> RecordedPieces:
         """The same pieces without calls that launch the same kernels as earlier ones; these give zeros."""
         own = copy(self)
@@ -189,7 +210,7 @@ class RecordedPieces:
 
     def can_run(self, inputs: StepInputs) -> bool:
         """Whether a step's tokens on this rank fit."""
-        return 0 < len(inputs.ids) <= max(self._recorded, default=0)
+        return 0 < len(inputs.ids) <= self.longest
 
     def forward(self, inputs: StepInputs, hidden: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Run a step.
@@ -227,15 +248,22 @@ class RecordedPieces:
             self._zeros[key] = out.new_zeros((max(self._recorded), *out.shape[1:]))
         torch.cat([found, self._zeros[key][: len(out) - len(found)]], out=out)
 
-    def _tried(self, trials: Sequence[StepInputs]) -> list[_Tried]:
-        """Run all steps that are bound by launches, and of the longer ones those that bisection tries."""
+    def _tried(self, trials: Sequence[StepInputs], *, is_measured: bool) -> list[_Tried]:
+        """Run all steps to record, and those that bisection tries where it is not known which these are."""
         tried: dict[int, _Tried] = {}
+
+        def run(number: int) -> _Tried:
+            tried[number], seen = self._try(trials[number], self._model)
+            self._results = seen.results
+            return tried[number]
+
         low, high = 0, len(trials)  # those before `low` are bound by launches, those from `high` on are not
+        if is_measured and trials:
+            run(0)  # one with all layers, to see the results of their calls
+            low = high
         while low < high:
             middle = (low + high) // 2
-            tried[middle], seen = self._try(trials[middle], self._model)
-            self._results = seen.results
-            low, high = (middle + 1, high) if self._is_bound_by_launches(tried[middle]) else (low, middle)
+            low, high = (middle + 1, high) if self._is_bound_by_launches(run(middle)) else (low, middle)
         short = for_warm_up(self._model, self._ctx)
         for number in range(low):
             if number not in tried or not self._warm_up_layers:  # once at least, to see which layers call

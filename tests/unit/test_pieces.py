@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
-from raycache.rank.pieces import RecordedPieces, piece_sizes
+from raycache.rank.pieces import PieceSizes, RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
 from raycache.rank.recorder import Recorder
 from raycache.step.inputs import StepInputs
@@ -47,12 +47,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def record(rank: Rank, sizes: list[int], *, recorder: Recorder | None = None) -> RecordedPieces:
+def record(
+    rank: Rank, sizes: list[int], *, recorder: Recorder | None = None, is_measured: bool = False
+) -> RecordedPieces:
     """Pieces of the rank's stage; it has the same pool."""
     ctx, width = rank.ctx, rank.config.stream_width(rank.ctx.layers(rank.config.num_layers).start)
     return RecordedPieces(
         rank.model,
-        sizes=sizes,
+        sizes=PieceSizes(sizes, is_measured),
         pool=rank.pool,
         backend=rank.backend,
         ctx=ctx,
@@ -137,6 +139,19 @@ def test_sizes_that_gain_nothing_are_not_recorded(tiny: Callable[[str], Path], m
     assert sorted(recorded) == sorted(sizes)[:most]
 
 
+@pytest.mark.parametrize("sizes", [[], [1], SIZES])
+def test_what_ranks_before_have_found_is_not_measured_again(
+    tiny: Callable[[str], Path], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(OperationRecorder, "times")
+    ctx = ParallelContext.single(torch.device("cpu"))
+    launched, rank = new_rank(tiny("kimi_linear"), ctx), new_rank(tiny("kimi_linear"), ctx)
+    rank.pieces = record(rank, sizes, is_measured=True)
+    assert sorted(rank.pieces.sizes) == sizes and rank.pieces.longest == max(sizes, default=0)
+    for plan in script(launched)[:12]:
+        torch.testing.assert_close(rank.forward(plan), launched.forward(plan), rtol=0, atol=2e-4)
+
+
 class Busy(OperationRecorder):
     """Where computing takes twice as long as launching, in steps of more than `longest` tokens."""
 
@@ -178,5 +193,7 @@ def test_attention_waits_for_pages_of_its_layer(tiny: Callable[[str], Path]) -> 
 
 
 def test_sizes_lie_between_their_bounds() -> None:
-    assert piece_sizes(100, least=8) == [8, 16, 32, 64]
-    assert piece_sizes(4, least=8) == []
+    assert piece_sizes(100, least=8) == ([8, 16, 32, 64], False)
+    assert piece_sizes(100, least=8, longest=32) == ([8, 16, 32], True)
+    assert piece_sizes(100, least=8, longest=3072) == ([8, 16, 32, 64], True)
+    assert piece_sizes(4, least=8) == ([], False)
