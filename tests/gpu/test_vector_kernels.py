@@ -95,6 +95,30 @@ def test_tensors_that_the_kernel_does_not_take_are_multiplied_by_torch() -> None
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
+def test_no_number_is_loaded_by_itself(tokens: int) -> None:
+    import triton
+
+    from raycache.layers import vector_kernels
+    from raycache.parallel.devices import early
+
+    features, rest, rows, num_warps = vector_kernels._tile(6144, tokens)
+    compiled = vector_kernels._multiply.warmup(
+        *[triton.MockTensor(torch.bfloat16)] * 4,
+        *(4096, 6144, 4096, 0, 6144),
+        TOKENS=tokens,
+        NUM_FEATURES=6144,
+        FEATURES=features,
+        REST=rest,
+        ROWS=rows,
+        HAS_BIAS=False,
+        num_warps=num_warps,
+        grid=(1,),
+        **early(torch.device("cuda")),
+    )
+    assert "ld.global.v4.b32" in compiled.asm["ptx"] and "ld.global.b16" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
 @torch.inference_mode()
 def test_one_behind_the_other_in_a_graph(tokens: int) -> None:
     """Each reads its weights before the kernel before it has ended, and its input only then."""
