@@ -97,16 +97,7 @@ class Gang:
             has_peers = self.deployment.config.peer_memory
             fits = self._ranks.ask("load", phase=LOADING, board=meeting.board, peer_memory=has_peers)
             self.num_pages = min(fits)
-            nodes = frozenset(where["node"] for where in wheres)
-            warms_up = not nodes <= findings.warm_nodes
-            files = [arenas[where["node"]] if arenas else None for where in wheres]
-            longest = [None] * len(wheres) if warms_up or None in findings.longest_pieces else findings.longest_pieces
-            builds = [(self.num_pages, *own) for own in zip(files, longest, strict=True)]
-            seconds, pieces = zip(
-                *self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up), strict=True
-            )
-            self.findings = Findings(findings.warm_nodes | nodes, pieces)
-            phases.end("other", of_it=slowest(list(seconds)))
+            phases.end("other", of_it=slowest(self._build(wheres, arenas, findings)))
         except BaseException:  # an interrupt, too: the actors would stay
             if executor is not None:
                 executor.abandon()
@@ -126,6 +117,19 @@ class Gang:
         ]
         self._ranks.run()
         executor.watch(self._ranks)
+
+    def _build(
+        self, wheres: Sequence[dict[str, Any]], arenas: Mapping[str, Path], findings: Findings
+    ) -> list[Mapping[str, float]]:
+        """Build all ranks; returns the seconds of each one's start by phase."""
+        nodes = frozenset(where["node"] for where in wheres)
+        warms_up = not nodes <= findings.warm_nodes
+        files = [arenas[where["node"]] if arenas else None for where in wheres]
+        longest = [None] * len(wheres) if warms_up or None in findings.longest_pieces else findings.longest_pieces
+        builds = [(self.num_pages, *own) for own in zip(files, longest, strict=True)]
+        built = self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up)
+        self.findings = Findings(findings.warm_nodes | nodes, tuple(longest for _, longest in built))
+        return [seconds for seconds, _ in built]
 
     def join(self, timeout_s: float) -> None:
         """Wait for the ranks to end after their last plan, then remove them."""

@@ -180,7 +180,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(build, "CudaRecorder", lambda device: OperationRecorder())
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     monkeypatch.setattr(DecodeGraphs, "replay", replay)
-    monkeypatch.setattr(build.LoadedRank, "_record_pieces", lambda self, pool, *, least: None)
+    monkeypatch.setattr(build.LoadedRank, "_record_pieces", lambda self, pool, **sizes: None)
     yield counted
 
 
