@@ -25,7 +25,7 @@ LOADING = "loading weights"
 
 @dataclass(frozen=True)
 class Findings:
-    """What gangs have found out, for those that replace them.
+    """What gangs tell those that replace them.
 
     Attributes:
         warm_nodes: ids of nodes whose disks have all kernels.
@@ -48,7 +48,7 @@ class Gang:
         wait_for_arenas: called when the ranks before these have been ended; returns once none of them uses an arena.
         phases: of the start, which is added to them.
         findings: of gangs before. With a rank on a node that had none, all ranks run steps of all kinds before they
-            are ready, and find out up to which length steps are worth recording.
+            are ready, and measure which steps are worth recording.
     Raises:
         RayCacheError: a rank failed to start; no actor is left behind.
 

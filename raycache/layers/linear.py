@@ -142,6 +142,7 @@ class RowLinear:
 
 def _of_few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """The product by the kernel for one or two tokens, or None where that does not support it."""
+    # The number of tokens comes first: most products of a prompt end here.
     if len(x) > 2 or not fused.has_kernels(x) or not (kernels := _kernels()).takes(x, weight, bias):
         return None
     product: Tensor = kernels.multiply(x, weight, bias)
