@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,18 @@ class Findings:
 
     Attributes:
         warm_nodes: ids of nodes whose disks have all kernels.
+        reserved: by each rank, GPU memory for steps: purpose -> bytes; empty before there was a gang.
         longest_pieces: of each rank, tokens of the longest step that is recorded in pieces, None if none can be; empty
             before there was a gang.
     """
 
     warm_nodes: frozenset[str] = frozenset()
+    reserved: tuple[Mapping[str, int], ...] = ()
     longest_pieces: tuple[int | None, ...] = ()
+
+    def hold_on(self, nodes: Collection[str]) -> bool:
+        """Whether they hold for ranks on these nodes."""
+        return self.warm_nodes.issuperset(nodes)
 
 
 class Gang:
@@ -94,10 +100,7 @@ class Gang:
                 meeting.board.unshare()
             phases.end("groups")
             self.deployment = with_transports(self.deployment, transports)
-            has_peers = self.deployment.config.peer_memory
-            fits = self._ranks.ask("load", phase=LOADING, board=meeting.board, peer_memory=has_peers)
-            self.num_pages = min(fits)
-            phases.end("other", of_it=slowest(self._build(wheres, arenas, findings)))
+            phases.end("other", of_it=slowest(self._build([where["node"] for where in wheres], arenas, findings)))
         except BaseException:  # an interrupt, too: the actors would stay
             if executor is not None:
                 executor.abandon()
@@ -118,17 +121,19 @@ class Gang:
         self._ranks.run()
         executor.watch(self._ranks)
 
-    def _build(
-        self, wheres: Sequence[dict[str, Any]], arenas: Mapping[str, Path], findings: Findings
-    ) -> list[Mapping[str, float]]:
-        """Build all ranks; returns the seconds of each one's start by phase."""
-        nodes = frozenset(where["node"] for where in wheres)
-        warms_up = not nodes <= findings.warm_nodes
-        files = [arenas[where["node"]] if arenas else None for where in wheres]
-        longest = [None] * len(wheres) if warms_up or None in findings.longest_pieces else findings.longest_pieces
+    def _build(self, nodes: Sequence[str], arenas: Mapping[str, Path], findings: Findings) -> list[Mapping[str, float]]:
+        """Load the weights and build all ranks; returns the seconds of each one's start by phase."""
+        warms_up, has_peers = not findings.hold_on(nodes), self.deployment.config.peer_memory
+        before = [None] * len(nodes) if warms_up else findings.reserved
+        loads = [(own,) for own in before]
+        loaded = self._ranks.ask("load", loads, phase=LOADING, board=self._meeting.board, peer_memory=has_peers)
+        self.num_pages = min(num_pages for num_pages, _ in loaded)
+        reserved = tuple(own for _, own in loaded)
+        files = [arenas[node] if arenas else None for node in nodes]
+        longest = [None] * len(nodes) if warms_up or None in findings.longest_pieces else findings.longest_pieces
         builds = [(self.num_pages, *own) for own in zip(files, longest, strict=True)]
         built = self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up)
-        self.findings = Findings(findings.warm_nodes | nodes, tuple(longest for _, longest in built))
+        self.findings = Findings(findings.warm_nodes.union(nodes), reserved, tuple(longest for _, longest in built))
         return [seconds for seconds, _ in built]
 
     def join(self, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -138,10 +138,11 @@ class RankActor:
         self._member = join(replace(invitation, config=self._config))
         return self._member.ctx.transports
 
-    def load(self, *, peer_memory: bool) -> int:
-        """Load the weights; returns the number of pages that fit beside them.
+    def load(self, reserved: Mapping[str, int] | None, *, peer_memory: bool) -> tuple[int, Mapping[str, int]]:
+        """Load the weights; returns the number of pages that fit beside them, and what is reserved in GPU memory.
 
         Args:
+            reserved: by this rank in the gang before; None: measure it.
             peer_memory: whether all ranks of the gang exchange small tensors through it.
         """
         from raycache.deployment.deployment import Deployment, served_model
@@ -153,7 +154,7 @@ class RankActor:
         device_type = self._member.ctx.device.type
         self._config = replace(self._config, peer_memory=peer_memory)
         self._loaded = load(Deployment(self._config, served_model(self._config), device_type), self._member)
-        return self._loaded.measure()
+        return self._loaded.measure(reserved), self._loaded.reserved
 
     def build(
         self, num_pages: int, arena: Path | None, longest_piece: int | None, *, warms_up: bool

@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,13 +41,13 @@ from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, stage_l
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.loading import load_weights, read_threads
 from raycache.rank.member import Member
-from raycache.rank.peak import measure_peak
+from raycache.rank.peak import measure_peak, run_largest
 from raycache.rank.pieces import RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
 from raycache.rank.recorder import CudaRecorder
 from raycache.rank.short_steps import ShortGraphs, short_sizes
 from raycache.rank.stage_link import received_widths
-from raycache.rank.warm_up import warm_up
+from raycache.rank.warm_up import shortened, warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -94,9 +95,11 @@ class LoadedRank:
     draft: DraftModel | None
     backend: AttentionBackend
 
-    def measure(self) -> int:
+    def measure(self, reserved: Mapping[str, int] | None = None) -> int:
         """Compute how many pages fit into memory. Collective on GPUs, where all ranks run the largest steps.
 
+        Args:
+            reserved: purpose -> bytes, as `reserved` was for a rank like this one; None: measure them.
         Raises:
             ConfigError: not even one sequence fits.
         """
@@ -108,19 +111,28 @@ class LoadedRank:
             pool = self._new_pool(dict.fromkeys(deployment.pool_sizes(1), 1))
             trial = self._new_rank(pool, drafter=self._new_drafter(pool))
             with reporting_lost_peers(self.member.ctx):
-                measure_peak(
-                    deployment,
-                    trial,
-                    use=use,
-                    num_graphs=num_graphs,
-                    num_short=num_short,
-                    num_pieces=self._most_pieces,
-                )
+                run_largest(deployment, trial if reserved is None else shortened(trial), use=use)
+                if reserved is None:
+                    measure_peak(
+                        deployment,
+                        trial,
+                        use=use,
+                        num_graphs=num_graphs,
+                        num_short=num_short,
+                        num_pieces=self._most_pieces,
+                    )
             if deployment.config.has_host_tier:
                 use.keep("staging", self._staging_bytes)
+            for purpose, num_bytes in (reserved or {}).items():
+                use.keep(purpose, num_bytes)
         ranks_on_node = self.member.spec.ranks_on_node
         self.member.phases.end("kernels")
         return pages_that_fit(deployment, ctx=self.member.ctx, ranks_on_node=ranks_on_node, use=use)
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """Purpose -> bytes of GPU memory that `measure` has reserved beside the pages; empty on a CPU."""
+        return {} if self.member.use is None else dict(self.member.use.kept)
 
     def build(
         self, num_pages: int, arena: Path | None = None, *, warms_up: bool = True, longest_piece: int | None = None

@@ -109,20 +109,14 @@ class Largest:
         return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS, mask_len=mask_len)
 
 
-def measure_peak(
-    deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int, num_short: int, num_pieces: int
-) -> None:
-    """Run the largest steps and reserve the memory that they need. Collective over all ranks of a gang.
+def run_largest(deployment: Deployment, rank: Rank, *, use: MemoryUse) -> None:
+    """Run the largest steps. Collective over all ranks of a gang.
 
-    Also triggers compilation and allocation at first use, which is accounted as "kernels".
+    Triggers compilation and allocation at first use, which is accounted as "kernels".
 
     Args:
         rank: on a GPU, with a temporary pool of one page and one slot.
-        use: memory use of the GPU; gets reservations for "activations" and "graphs".
-        num_graphs: CUDA graphs of decode steps to be recorded. Those of the model share the memory of one step, those
-            of the draft model that of another.
-        num_short: graphs of whole short steps to be recorded, which share the memory of one step that emits all tokens.
-        num_pieces: graphs of pieces to be recorded, which share the memory of one step.
+        use: memory use of the GPU.
     Raises:
         ConfigError: the largest step does not fit beside the weights.
     """
@@ -130,14 +124,29 @@ def measure_peak(
         for rows in rank.pool.rows(part.name).values():
             rows.view(torch.uint8).zero_()  # uninitialised memory may hold NaNs, which change the course of a step
     largest = Largest.of(deployment)
-    plans = {"prefill": largest.prefill(), "decode": largest.decode()}
-    for kind, plan in plans.items():
+    for kind, plan in (("prefill", largest.prefill()), ("decode", largest.decode())):
         num_tokens = sum(row.num_tokens for row in plan.rows)
         doing = f"trying the largest {kind} step: {num_tokens} tokens of sequences of {largest.longest}"
         with refusing_out_of_memory(rank.ctx.device, doing=doing):
             rank.execute(plan, plan.masks_allowing_all())
     use.note("kernels")
-    peaks = {kind: _peak(rank, plan) for kind, plan in plans.items()}
+
+
+def measure_peak(
+    deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int, num_short: int, num_pieces: int
+) -> None:
+    """Run the largest steps, and reserve the memory that they need. Collective over all ranks of a gang.
+
+    Args:
+        rank: which has run these steps before.
+        use: memory use of the GPU; gets reservations for "activations" and "graphs".
+        num_graphs: CUDA graphs of decode steps to be recorded. Those of the model share the memory of one step, those
+            of the draft model that of another.
+        num_short: graphs of whole short steps to be recorded, which share the memory of one step that emits all tokens.
+        num_pieces: graphs of pieces to be recorded, which share the memory of one step.
+    """
+    largest = Largest.of(deployment)
+    peaks = {kind: _peak(rank, plan) for kind, plan in (("prefill", largest.prefill()), ("decode", largest.decode()))}
     use.keep("activations", max(peaks.values()))
     shared = peaks["decode"] * (1 if rank.drafter is None else 2)
     graph_bytes = shared + num_graphs * _GRAPH_BYTES if num_graphs else 0

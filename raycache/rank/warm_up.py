@@ -84,9 +84,7 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
     start_s = time.monotonic()
     # A rank of its own, whose page tables do not stay as wide as the longest sequence.
     eager = replace(
-        rank,
-        model=for_warm_up(rank.model, rank.ctx),
-        decode_model=None if rank.decode_model is None else for_warm_up(rank.decode_model, rank.ctx),
+        shortened(rank),
         graphs=None,
         short_steps=None,
         pieces=None,
@@ -107,6 +105,12 @@ def warm_up(rank: Rank, deployment: Deployment, *, batch_sizes: Sequence[int]) -
             one.settle()
     _clear(rank.pool)
     _log.info("warmed up with %d steps in %.1f s: %s", len(steps), time.monotonic() - start_s, found)
+
+
+def shortened(rank: Rank) -> Rank:
+    """The rank without layers that launch the same kernels as earlier ones. Collective over the ranks of a stage."""
+    decode_model = None if rank.decode_model is None else for_warm_up(rank.decode_model, rank.ctx)
+    return replace(rank, model=for_warm_up(rank.model, rank.ctx), decode_model=decode_model)
 
 
 def _run(rank: Rank, step: WarmUpStep) -> None:

@@ -16,12 +16,15 @@ from raycache.observe.phases import Phases
 from raycache.rank.member import RankSpec
 from tests.oracle.families import make_family
 
+_RESERVED = {"activations": 7, "graphs": 3}, {"activations": 5, "graphs": 3}
+
 
 class Ranks:
     """Two ranks that start, on these nodes."""
 
     def __init__(self, *nodes: str, longest: int | None = 2304) -> None:
         self.nodes, self.longest = nodes, longest
+        self.loaded: list[Any] = []
         self.built: tuple[Any, ...] = ()
 
     def where(self) -> list[dict[str, Any]]:
@@ -32,9 +35,12 @@ class Ranks:
         return {}
 
     def ask(self, method: str, arguments: Any = (), **same: Any) -> list[Any]:
+        if method == "load":
+            self.loaded = [reserved for (reserved,) in arguments]
         if method == "build":
             self.built = [longest for _, _, longest in arguments], same["warms_up"]
-        return {"join": [("gloo",)] * 2, "load": [40] * 2, "build": [({"pages": 1.0}, self.longest)] * 2}[method]
+        built, loaded = ({"pages": 1.0}, self.longest), [(40, kept) for kept in _RESERVED]
+        return {"join": [("gloo",)] * 2, "load": loaded, "build": [built] * 2}[method]
 
     def run(self) -> None:
         pass
@@ -74,18 +80,21 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def test_the_next_gang_does_not_measure_again_what_is_worth_recording(start: Any) -> None:
+def test_the_next_gang_does_not_measure_again(start: Any) -> None:
     first, second = Ranks("a", "b"), Ranks("b", "a")
     findings = start(first, Findings()).findings
+    assert first.loaded == [None, None]
     assert first.built == ([None, None], True)
-    assert findings == Findings(frozenset("ab"), (2304, 2304))
+    assert findings == Findings(frozenset("ab"), _RESERVED, (2304, 2304))
     assert start(second, findings).findings == findings
+    assert second.loaded == list(_RESERVED)
     assert second.built == ([2304, 2304], False)
 
 
 def test_on_another_node_everything_is_found_out_again(start: Any) -> None:
     elsewhere = Ranks("a", "c")
-    findings = start(elsewhere, Findings(frozenset("ab"), (2304, 2304))).findings
+    findings = start(elsewhere, Findings(frozenset("ab"), _RESERVED, (2304, 2304))).findings
+    assert elsewhere.loaded == [None, None]
     assert elsewhere.built == ([None, None], True)
     assert findings.warm_nodes == frozenset("abc")
 
