@@ -1,4 +1,4 @@
-"""Small collectives between GPUs of one host: through peer memory, by NCCL, and by torch.
+"""Collectives between GPUs of one host: through peer memory, at once and in two shots, by NCCL, and by torch.
 
     python -m benchmarks.sums --ranks 2
     python -m benchmarks.sums --ranks 2 --tokens 1,64 --only sum,norm
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.peer_group import PeerGroup, graph_seconds
 from raycache.rank.member import Invitation
 
+if TYPE_CHECKING:
+    from raycache.parallel.two_shot_kernels import TwoShotSums
+
 _FEATURES = 4096
 _REPEATS, _REPLAYS = 32, 20
 _EPS = 1e-6
@@ -41,7 +44,9 @@ Way = tuple[str, str, Callable[[], Any], Callable[[], float]]
 """(kind, name, what is timed, largest error over the largest number)."""
 
 
-def _ways(peers: PeerGroup, nccl: TorchGroup, tokens: int, device: torch.device) -> Iterator[Way]:
+def _ways(
+    peers: PeerGroup, two_shot: TwoShotSums | None, nccl: TorchGroup, tokens: int, device: torch.device
+) -> Iterator[Way]:
     size, rank = peers.size, peers.rank
     generator = torch.Generator(device).manual_seed(tokens)
     every = torch.randn(size, tokens, _FEATURES, device=device, generator=generator).bfloat16()
@@ -69,6 +74,15 @@ def _ways(peers: PeerGroup, nccl: TorchGroup, tokens: int, device: torch.device)
 
     yield from of("peers", peers)
     yield from of("nccl", nccl)
+    if two_shot is not None:
+        add_up = two_shot.sum
+
+        def check() -> float:
+            found = own.clone()
+            add_up(found)
+            return error(found, wanted)
+
+        yield "sum", "two shots", lambda: add_up(scratch), check
 
 
 def _torch_ways(peers: PeerGroup, tokens: int, device: torch.device, name: str, buffers: list[Any]) -> Iterator[Way]:
@@ -109,13 +123,14 @@ def _serve(connection: Connection, invitation: Invitation) -> None:
     if not isinstance(peers, PeerGroup):
         connection.send(None)
         return
-    connection.send(peers.most_bytes)
+    connection.send((peers.most_bytes, peers.least_two_shot))
     peers.most_bytes = 1 << 30
+    two_shot, peers.two_shot = peers.two_shot, None
     nccl = TorchGroup(peers._backend, rank=peers.rank, size=peers.size, transport="NCCL")
     found: list[tuple[int, str, str, float, float]] = []
     buffers: list[Any] = []
     for count in tokens:
-        ways = list(_ways(peers, nccl, count, device))
+        ways = list(_ways(peers, two_shot, nccl, count, device))
         if "torch" in only:
             ways += _torch_ways(peers, count, device, f"1.tp.0.{spec.rank}", buffers)
         for kind, name, run, check in ways:
@@ -142,7 +157,7 @@ def main() -> int:
     for rank in ranks:
         rank.send((tokens, only))
     most = [rank.receive() for rank in ranks]
-    print(f"largest tensor that goes through peer memory: {most} bytes", flush=True)
+    print(f"(largest tensor that is sent at once, smallest that is summed in two shots), in bytes: {most}", flush=True)
     if None in most:
         return 1
     found = [rank.receive() for rank in ranks]

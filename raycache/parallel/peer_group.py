@@ -1,7 +1,8 @@
-"""Groups of GPUs that exchange small tensors through each other's memory, and large ones by NCCL.
+"""Groups of GPUs that exchange tensors through each other's memory, where that is faster than NCCL.
 
 NCCL takes 15 to 20 us for a sum of any small size over NVLink; a decode step has two per layer. The kernels in
-peer_kernels.py take a few. Above a size that is measured at the start, NCCL is faster.
+peer_kernels.py take a few. Large tensors are summed in two shots (two_shot_kernels.py), and gathered by NCCL. The sizes
+at which one takes over from the other are measured at the start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from queue import Empty, Queue
 from subprocess import SubprocessError
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +27,17 @@ from raycache.parallel.copy_exchange import CopyExchange, CudaCopyStream, memory
 from raycache.parallel.nccl import Nccl
 from raycache.parallel.peer_memory import PeerMemory
 
+if TYPE_CHECKING:
+    from raycache.parallel.two_shot_kernels import TwoShotSums
+
 _log = logging.getLogger(__name__)
 
 PEER_MEMORY = "peer memory"
 """Transport of these groups."""
 _SIZES = tuple(1 << bits for bits in range(13, 24))
 """Bytes of the sums that are compared at the start: those of one token and more."""
+_LARGE_SIZES = (1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 26)
+"""Bytes of the sums in two shots that are compared: those of some hundred tokens, up to a long chunk of a prompt."""
 _SUMS, _REPLAYS = 8, 5
 _ALIGNED = 16
 
@@ -41,23 +47,33 @@ class PeerGroup(TorchGroup):
 
     Args:
         backend: a ProcessGroupNCCL.
-        most_bytes: largest tensor that a member sends to another without NCCL.
+        most_bytes: largest tensor that a member sends to another at once.
         nccl: see TorchGroup.
+    Attributes:
+        two_shot: sums of large tensors; None: by NCCL.
+        least_two_shot: bytes from which on tensors are summed in two shots.
     """
 
     def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int, nccl: Nccl | None) -> None:
         super().__init__(backend, rank=memory.rank, size=memory.size, transport=PEER_MEMORY, nccl=nccl)
         self.memory = memory
         self.most_bytes = most_bytes
+        self.two_shot: TwoShotSums | None = None
+        self.least_two_shot = 0
         self._copies: CopyExchange | None = None
         self._outgrown: list[CopyExchange] = []  # which plans of a step may still use
         self._copied_bytes = 0  # asked for, whether there are copies or not
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if not 0 < tensor.nbytes <= self.most_bytes or tensor.dtype not in _kernels().SUMMED:
+        in_two_shots = self.two_shot is not None and tensor.nbytes >= self.least_two_shot
+        is_small = tensor.nbytes <= self.most_bytes
+        if not tensor.nbytes or not (in_two_shots or is_small) or tensor.dtype not in _kernels().DTYPES:
             return super().all_reduce(tensor)
         own = _aligned(tensor)
-        _kernels().sum_parts(own, self.memory)
+        if in_two_shots and self.two_shot is not None:
+            self.two_shot.sum(own)
+        else:
+            _kernels().sum_parts(own, self.memory)
         if own is not tensor:
             tensor.copy_(own.view(-1)[: tensor.numel()].view(tensor.shape))
         return tensor
@@ -226,8 +242,27 @@ def _checked(group: TorchGroup, peers: PeerGroup, *, name: str) -> TorchGroup:
     peers.most_bytes = _measure(group, peers, device)
     if not peers.most_bytes:
         return _without(group, name, "peer memory is slower")
-    _log.info("group %s exchanges up to %d KiB through peer memory", name, peers.most_bytes >> 10)
+    _add_two_shot_sums(group, peers, device)
+    large = "by NCCL" if peers.two_shot is None else f"in two shots from {peers.least_two_shot >> 10} KiB on"
+    _log.info("group %s exchanges up to %d KiB at once, and sums %s", name, peers.most_bytes >> 10, large)
     return peers
+
+
+def _add_two_shot_sums(group: TorchGroup, peers: PeerGroup, device: torch.device) -> None:
+    """Sum large tensors in two shots if that is right, and faster than NCCL. Collective."""
+    made: list[TwoShotSums] = []
+    problem = _within(peers.memory.limit_ns / 2e9, lambda: made.append(_two_shot().TwoShotSums(peers.memory)))
+    if not _all(group, not problem, device):
+        _log.warning("large tensors are summed by NCCL: %s", problem or "another member cannot map the memory")
+        return
+    peers.two_shot, peers.least_two_shot = made[0], 1
+    is_right = _two_shot_sums_right(peers, device)
+    if not _all(group, is_right, device):
+        _log.warning("large tensors are summed by NCCL: sums in two shots are wrong")
+        peers.two_shot = None
+        return
+    least = _measure_two_shots(group, peers, device)
+    peers.two_shot, peers.least_two_shot = (made[0], least) if least else (None, 0)
 
 
 def _without(group: TorchGroup, name: str, reason: str) -> TorchGroup:
@@ -258,6 +293,33 @@ def _sums_right(peers: PeerGroup, device: torch.device) -> bool:
         parts = words + ranks[:, None]  # to each member its rank
         is_right &= torch.equal(peers.all_to_all(parts), (words + peers.rank).expand(peers.size, -1))
     return is_right
+
+
+def _two_shot_sums_right(peers: PeerGroup, device: torch.device) -> bool:
+    """Compile the kernel, and compare with arithmetic."""
+    is_right = True
+    for size in (16, (1 << 16) + 16, _LARGE_SIZES[-1]):
+        for dtype in (torch.bfloat16, torch.float32):
+            numbers = torch.arange(size // dtype.itemsize, device=device).remainder(64).to(dtype)
+            found = peers.all_reduce(numbers + peers.rank)
+            is_right &= torch.equal(found, numbers * peers.size + peers.size * (peers.size - 1) // 2)
+    return is_right
+
+
+def _measure_two_shots(group: TorchGroup, peers: PeerGroup, device: torch.device) -> int:
+    """The size from which on sums in two shots are fastest, of those tried; 0 if they never are."""
+    sums, least = peers.two_shot, 0
+    for size in reversed(_LARGE_SIZES):
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        peers.two_shot = sums
+        ours = _sum_seconds(peers, x)
+        peers.two_shot = None
+        times = torch.tensor([ours, _sum_seconds(peers, x)], device=device)
+        in_two_shots, otherwise = group.all_reduce(times).tolist()
+        if in_two_shots >= otherwise:
+            break
+        least = size
+    return least
 
 
 def _measure(group: TorchGroup, peers: PeerGroup, device: torch.device) -> int:
@@ -309,3 +371,10 @@ def _kernels() -> Any:
     from raycache.parallel import peer_kernels
 
     return peer_kernels
+
+
+@cache
+def _two_shot() -> Any:
+    from raycache.parallel import two_shot_kernels
+
+    return two_shot_kernels

@@ -31,16 +31,15 @@ from raycache.rounding import ceil_div
 _WORD = torch.int32
 _BLOCKS = (256, 512, 1024, 2048)
 """Words that a program exchanges at once."""
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-SUMMED = frozenset(_DTYPES)
-"""Dtypes that can be summed."""
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Dtypes that can be summed, and Triton's names of them."""
 
 
 def sum_parts(x: Tensor, memory: PeerMemory) -> None:
     """Replace x by its sum over members, added in float32 in rank order.
 
     Args:
-        x: contiguous, of a dtype in SUMMED, aligned to 16 bytes and a multiple of them.
+        x: contiguous, of a dtype in DTYPES, aligned to 16 bytes and a multiple of them.
     """
     num_vectors = x.nbytes // 16
     block = _block(4 * num_vectors)
@@ -51,7 +50,7 @@ def sum_parts(x: Tensor, memory: PeerMemory) -> None:
         memory.rank,
         num_vectors,
         memory.limit_ns,
-        DTYPE=_DTYPES[x.dtype],
+        DTYPE=DTYPES[x.dtype],
         **_sizes(memory, block),
     )
 

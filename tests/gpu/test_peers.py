@@ -201,6 +201,45 @@ def large_collectives(group: PeerGroup, device: torch.device) -> list[str]:
     return wrong
 
 
+def sums_in_two_shots(group: PeerGroup, device: torch.device) -> list[str]:
+    """Names of sums without the bits of float32 sums in rank order; some are recorded, some at once, some by NCCL."""
+    assert group.two_shot is not None
+    group.least_two_shot, group.most_bytes, chosen, wrong = 1 << 12, 1 << 11, random.Random(3), []
+    share = 4096 * group.size  # numbers of a chunk's share, in bfloat16
+    counts = [2100, share - 8, share + 8, 132 * share, 133 * share + 8, 700 * share + 4096, 8192 * 4096]
+    recorded = torch.zeros(700 * share, device=device, dtype=torch.bfloat16)
+    group.all_reduce(recorded)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = group.all_reduce(group.all_reduce(recorded.clone()).mul_(0.5))
+    for seed in range(150):
+        kind = chosen.choice(["plain", "plain", "plain", "replay", "shifted", "small", "nccl"])
+        dtype = torch.bfloat16 if kind == "replay" else chosen.choice([torch.bfloat16, torch.float16, torch.float32])
+        count = {"replay": len(recorded), "small": 512, "nccl": 1 << 20}.get(kind) or chosen.choice(counts)
+        every = [drawn((count,), dtype, device, seed=1000 * seed + rank) for rank in range(group.size)]
+        own, wanted = every[group.rank].clone(), torch.zeros(count, device=device)
+        for each in every:
+            wanted += each.float()
+        wanted = wanted.to(dtype)
+        if kind == "replay":
+            recorded.copy_(own)
+            replayed.fill_(math.nan)
+            graph.replay()
+            half = wanted * 0.5
+            found, wanted = replayed, sum([half.float()] * group.size, torch.zeros_like(half).float()).to(dtype)
+        elif kind == "shifted":  # one number behind an address that is a multiple of 16 bytes
+            found = group.all_reduce(torch.cat([own[:1], own])[1:])
+        elif kind == "nccl":
+            group.two_shot, two_shot = None, group.two_shot
+            group.all_reduce(own)
+            group.two_shot, found = two_shot, wanted
+        else:
+            found = group.all_reduce(own)
+        if not torch.equal(found, wanted):
+            wrong.append(f"{kind} {dtype} {count}: {int((found != wanted).sum())}")
+    return wrong
+
+
 def sums_in_a_graph(group: PeerGroup, device: torch.device) -> tuple[float, list[float]]:
     """Largest error over replays with new inputs; and one sum's bits as numbers, to compare members."""
     group.most_bytes = 1 << 22
@@ -231,11 +270,23 @@ def seconds_until_a_missing_peer_is_noticed(group: PeerGroup, device: torch.devi
     """Seconds, and the first line of the error, which is reported as a lost peer, as are those that follow from it."""
     if group.rank:
         return 0.0, ""
-    ctx = ParallelContext(Split(tp=group.size), group.rank, device, tp=group)
+    return _lonely_sum(group, torch.ones(8, 512, device=device))
+
+
+def seconds_until_a_missing_peer_of_a_large_sum_is_noticed(group: PeerGroup, device: torch.device) -> tuple[float, str]:
+    """The same for a sum in two shots."""
+    if group.rank:
+        return 0.0, ""
+    assert group.two_shot is not None
+    return _lonely_sum(group, torch.ones(4096, 4096, device=device))
+
+
+def _lonely_sum(group: PeerGroup, tensor: Tensor) -> tuple[float, str]:
+    ctx = ParallelContext(Split(tp=group.size), group.rank, tensor.device, tp=group)
     begin_s = time.monotonic()
     with pytest.raises(RankLostError) as lost, reporting_lost_peers(ctx):
-        group.all_reduce(torch.ones(8, 512, device=device))
-        torch.cuda.synchronize(device)
+        group.all_reduce(tensor)
+        torch.cuda.synchronize(tensor.device)
     seconds = time.monotonic() - begin_s
     with pytest.raises(RankLostError), reporting_lost_peers(ctx):
         raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
@@ -252,6 +303,10 @@ def test_large_collectives() -> None:
     assert each_rank("large_collectives") == [[]] * min(torch.cuda.device_count(), 4)
 
 
+def test_sums_in_two_shots_have_the_bits_of_sums_in_rank_order() -> None:
+    assert each_rank("sums_in_two_shots") == [[]] * min(torch.cuda.device_count(), 4)
+
+
 def test_the_best_of_each_part_is_the_first_of_the_largest_logits() -> None:
     assert each_rank("wrong_likeliest") == [[]] * min(torch.cuda.device_count(), 4)
 
@@ -262,7 +317,12 @@ def test_recorded_sums_are_right_at_every_replay_and_equal_on_all_members() -> N
     assert all(bits == found[0][1] for _, bits in found)
 
 
-def test_a_kernel_that_waits_for_a_missing_peer_ends_at_the_timeout() -> None:
-    seconds, message = each_rank("seconds_until_a_missing_peer_is_noticed", timeout_s=8)[0]
+@pytest.mark.parametrize(
+    "work",
+    ["seconds_until_a_missing_peer_is_noticed", "seconds_until_a_missing_peer_of_a_large_sum_is_noticed"],
+    ids=["small", "large"],
+)
+def test_a_kernel_that_waits_for_a_missing_peer_ends_at_the_timeout(work: str) -> None:
+    seconds, message = each_rank(work, timeout_s=8)[0]
     assert 7 < seconds < 20, message
     assert "launch failure" in message or "unspecified" in message
