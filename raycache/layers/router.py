@@ -82,15 +82,24 @@ class SoftmaxRouter:
         self._how = Choice(len(weight), top_k, renormalise, num_shared=num_shared, has_gate=shared_gate is not None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        how, logits = self._how, linear(x.to(self._weight.dtype), self._weight, self._bias)
-        if kernels := _kernels_for(x, how):
-            chosen: tuple[Tensor, Tensor] = kernels.choose(logits, None, how)
+        how, kernels = self._how, _kernels_for(x, self._how)
+        chosen: tuple[Tensor, Tensor]
+        # One or two tokens have a kernel for all their products.
+        if kernels and 2 < len(x) <= kernels.MOST_ROUNDED and self._is_half(x):
+            chosen = kernels.choose_by_probabilities(x, self._weight, self._bias, how)
+            return chosen
+        logits = linear(x.to(self._weight.dtype), self._weight, self._bias)
+        if kernels:
+            chosen = kernels.choose(logits, None, how)
             return chosen
         logits, gate = precise(logits).tensor_split((how.count,), dim=1)
         weights, ids = logits.softmax(dim=-1).topk(how.top_k, dim=-1)
         if how.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return _with_shared(weights, ids, how, gate=gate[:, :1] if how.has_gate else None)
+
+    def _is_half(self, x: Tensor) -> bool:
+        return x.dtype == self._weight.dtype == torch.bfloat16 and x.stride(-1) == 1 and self._weight.is_contiguous()
 
 
 class SigmoidRouter:

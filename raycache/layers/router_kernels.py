@@ -19,7 +19,9 @@ from raycache.parallel.devices import early
 from raycache.rounding import ceil_div, power_of_2
 
 MOST_TOKENS = 1024
-"""Most tokens whose logits a kernel makes; for more a plain product in float32 takes little of the time."""
+"""Most tokens whose logits of a float32 weight a kernel makes; for more a plain product takes little of the time."""
+MOST_ROUNDED = 64
+"""The same for a bfloat16 weight."""
 _PARTS = 8
 """Parts of the input features, summed in float32: matrix units lose digits of long sums. Logits around 1 of 2,688
 features are wrong by up to 4e-5 in one sum, by less than 1e-5 in eight."""
@@ -50,6 +52,17 @@ def choose_by_scores(x: Tensor, weight: Tensor, correction: Tensor, how: Choice)
     return choose(logits(x, weight), correction, how)
 
 
+def choose_by_probabilities(x: Tensor, weight: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+    """Choose as `SoftmaxRouter` does.
+
+    Args:
+        x: [T, C] in bfloat16, at most MOST_ROUNDED, contiguous in the last dimension.
+        weight: [E or more, C] in bfloat16, contiguous.
+        bias: [E] in bfloat16, contiguous, or None.
+    """
+    return choose(logits(x, weight), None, how, bias=bias)
+
+
 @cache
 def _compile(shape: tuple[int, ...], device: torch.device, how: Choice) -> None:
     """Compile all kernels, so that none is compiled behind a request."""
@@ -60,13 +73,13 @@ def _compile(shape: tuple[int, ...], device: torch.device, how: Choice) -> None:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Products of bfloat16 tokens with a float32 weight, exact but for the sum in float32.
+    """Products of bfloat16 tokens with a weight, exact but for the sum in float32.
 
     A float32 number is the sum of three in bfloat16, whose products are exact in float32.
 
     Args:
         x: [T, C], contiguous in the last dimension.
-        weight: [E, C], contiguous.
+        weight: [E, C] in float32 or bfloat16, contiguous.
     Returns:
         [parts, T, E] float32; their sum over parts are the logits.
     """
@@ -80,28 +93,33 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def choose(logits: Tensor, correction: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, correction: Tensor | None, how: Choice, *, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose as `SigmoidRouter` does, or as `SoftmaxRouter` without a correction; the first of equal ones wins.
 
     Args:
-        logits: [T, E or more] in any dtype, or [parts, T, E or more] to be summed; contiguous.
+        logits: [T, E or more] in any dtype, or [parts, T, E or more] to be summed; contiguous. Sums for `SoftmaxRouter`
+            are rounded to bfloat16, as products of a larger batch are.
         correction: [E] float32, or None for probabilities instead of independent scores.
+        bias: [E], added to sums before they are rounded; or None.
         how: if there are several groups, G and E / G are powers of two.
     Returns:
         Weights [T, k + S] float32 and expert ids [T, k + S] int64.
     """
     num_tokens, width = logits.shape[-2:]
-    num_chosen = how.top_k + how.num_shared
+    num_chosen, addend = how.top_k + how.num_shared, correction if bias is None else bias
+    num_parts, is_softmax = logits.numel() // (num_tokens * width), correction is None
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits.device)
     _choose[(num_tokens,)](
         logits,
-        logits if correction is None else correction,
+        logits if addend is None else addend,
         weights,
         ids,
         how.scale,
         num_tokens,
-        NUM_PARTS=logits.numel() // (num_tokens * width),
+        NUM_PARTS=num_parts,
         NUM_LOGITS=width,
         NUM_EXPERTS=how.count,
         NUM_CHOSEN=how.top_k,
@@ -110,7 +128,9 @@ def choose(logits: Tensor, correction: Tensor | None, how: Choice) -> tuple[Tens
         GROUPS=how.num_groups,
         SIZE=power_of_2(how.count // how.num_groups),
         NUM_TOP_GROUPS=how.top_groups,
-        IS_SOFTMAX=correction is None,
+        IS_SOFTMAX=is_softmax,
+        HAS_BIAS=bias is not None,
+        IS_ROUNDED=is_softmax and num_parts > 1,
         IS_NORMED=how.renormalise,
         HAS_GATE=how.has_gate,
         num_warps=1,
@@ -169,11 +189,14 @@ def _logits(
         left = tl.load(weight + expert * NUM_FEATURES + k[None, :], mask=is_left, other=0.0)
         is_right = (token < num_tokens) & (k < NUM_FEATURES)[:, None]
         right = tl.load(x + token * x_stride + k[:, None], mask=is_right, other=0.0)
-        high = left.to(tl.bfloat16)
-        left -= high.to(tl.float32)
-        middle = left.to(tl.bfloat16)
-        low = (left - middle.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(high, right, tl.dot(middle, right, tl.dot(low, right, total)))
+        if left.dtype == tl.bfloat16:
+            total = tl.dot(left, right, total)
+        else:
+            high = left.to(tl.bfloat16)
+            left -= high.to(tl.float32)
+            middle = left.to(tl.bfloat16)
+            low = (left - middle.to(tl.float32)).to(tl.bfloat16)
+            total = tl.dot(high, right, tl.dot(middle, right, tl.dot(low, right, total)))
     at = (part * num_tokens + token) * NUM_EXPERTS + expert
     tl.store(out + at, total, mask=(expert < NUM_EXPERTS) & (token < num_tokens))
 
@@ -194,17 +217,38 @@ def _scores(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _shared_weight(at: tl.tensor, HAS_GATE: tl.constexpr) -> tl.tensor:
+def _sum_parts(
+    at: tl.tensor,
+    bias_at: tl.tensor,
+    is_left: tl.tensor,
+    step: tl.tensor,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+) -> tl.tensor:
+    """Logits, whose parts are `step` apart; -inf for those that are not left."""
+    logit = tl.load(at, mask=is_left, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        logit += tl.load(at + part * step, mask=is_left, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        logit += tl.load(bias_at, mask=is_left, other=0.0).to(tl.float32)
+    return logit.to(tl.bfloat16).to(tl.float32) if IS_ROUNDED else logit
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shared_weight(
+    at: tl.tensor, step: tl.tensor, NUM_PARTS: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_GATE: tl.constexpr
+) -> tl.tensor:
     """The weight of shared experts; `at` is their logit if there is one."""
     if HAS_GATE:
-        return tl.sigmoid(tl.load(at).to(tl.float32))
+        return tl.sigmoid(_sum_parts(at, at, True, step, NUM_PARTS, False, IS_ROUNDED))
     return 1.0
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _choose(
     logits: tl.tensor,
-    correction: tl.tensor,
+    addend: tl.tensor,
     weights: tl.tensor,
     ids: tl.tensor,
     scale: tl.tensor,
@@ -219,6 +263,8 @@ def _choose(
     SIZE: tl.constexpr,
     NUM_TOP_GROUPS: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     IS_NORMED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     IS_EARLY: tl.constexpr,
@@ -230,11 +276,11 @@ def _choose(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     is_left = expert < NUM_EXPERTS
-    at = logits + token * NUM_LOGITS + expert
-    logit = tl.load(at, mask=is_left, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        logit += tl.load(at + part * num_tokens * NUM_LOGITS, mask=is_left, other=0.0).to(tl.float32)
-    score, value = _scores(logit, correction + expert, is_left, IS_SOFTMAX)
+    step = num_tokens * NUM_LOGITS
+    logit = _sum_parts(
+        logits + token * NUM_LOGITS + expert, addend + expert, is_left, step, NUM_PARTS, HAS_BIAS, IS_ROUNDED
+    )
+    score, value = _scores(logit, addend + expert, is_left, IS_SOFTMAX)
     if NUM_TOP_GROUPS < GROUPS:
         is_left = _limit(value, is_left, GROUPS, SIZE, NUM_TOP_GROUPS)
     # Integers of the same order as the values, then lower experts first. NaN comes first, as in torch.
@@ -252,7 +298,7 @@ def _choose(
     if IS_NORMED:
         # All scores of a token can be zero; checkpoints were trained with this epsilon.
         weight = weight / (tl.sum(weight, 0) + (0.0 if IS_SOFTMAX else 1e-20))
-    share = _shared_weight(logits + token * NUM_LOGITS + NUM_EXPERTS, HAS_GATE)
+    share = _shared_weight(logits + token * NUM_LOGITS + NUM_EXPERTS, step, NUM_PARTS, IS_ROUNDED, HAS_GATE)
     weight = tl.where(slot < NUM_CHOSEN, weight * scale, share)
     chosen = tl.where(slot < NUM_CHOSEN, chosen, NUM_EXPERTS + slot - NUM_CHOSEN)
     at = token * (NUM_CHOSEN + NUM_SHARED) + slot

@@ -85,6 +85,44 @@ def test_choices_and_weights_are_those_of_torch(name: str, num_tokens: int, monk
     torch.testing.assert_close(weights, right, rtol=1e-5, atol=1e-7)
 
 
+def halved(router: SoftmaxRouter) -> SoftmaxRouter:
+    """With weights in bfloat16, of at most eight bits."""
+    router._weight = (router._weight * 2.0**13).round().bfloat16() / 2.0**13
+    router._bias = None if router._bias is None else router._bias.bfloat16()
+    return router
+
+
+HALVES: dict[str, Callable[[], SoftmaxRouter]] = {
+    "qwen3-next": lambda: gated(512, 10, num_shared=1),
+    "gpt-oss": lambda: softmax(32, 4, renormalise=True),
+    "softmax": lambda: softmax(100, 7, renormalise=False),
+    "two gated shared experts": lambda: gated(60, 7, num_shared=2),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 17, 64, 65])
+@pytest.mark.parametrize("name", HALVES)
+@torch.inference_mode()
+def test_logits_of_weights_in_bfloat16_are_rounded_once(
+    name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = x.double() @ weight.double().T
+        return (logits if bias is None else logits + bias.double()).bfloat16()
+
+    router, x = halved(HALVES[name]()), draw_tokens(num_tokens)
+    weights, ids = router(x)
+    with monkeypatch.context() as without:
+        without.setattr(module, "_kernels_for", lambda *args: None)
+        without.setattr(module, "linear", rounded)
+        right, right_ids = router(x)
+    if 2 < num_tokens <= 64:  # others are products by a library
+        assert torch.equal(ids, right_ids)
+        torch.testing.assert_close(weights, right, rtol=1e-5, atol=1e-7)
+    else:
+        assert (ids == right_ids).float().mean() > 0.95
+
+
 @torch.inference_mode()
 def test_equal_scores_choose_the_first_experts() -> None:
     x = torch.zeros(3, 256, device="cuda", dtype=torch.bfloat16)
