@@ -85,7 +85,7 @@ class SoftmaxRouter:
         how, kernels = self._how, _kernels_for(x, self._how)
         chosen: tuple[Tensor, Tensor]
         # One or two tokens have a kernel for all their products.
-        if kernels and 2 < len(x) <= kernels.MOST_ROUNDED and self._is_half(x):
+        if kernels and len(x) > 2 and kernels.are_few(len(x), how.count) and self._is_half(x):
             chosen = kernels.choose_by_probabilities(x, self._weight, self._bias, how)
             return chosen
         logits = linear(x.to(self._weight.dtype), self._weight, self._bias)

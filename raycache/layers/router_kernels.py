@@ -20,8 +20,9 @@ from raycache.rounding import ceil_div, power_of_2
 
 MOST_TOKENS = 1024
 """Most tokens whose logits of a float32 weight a kernel makes; for more a plain product takes little of the time."""
-MOST_ROUNDED = 64
-"""The same for a bfloat16 weight."""
+_MOST_ROUNDED = 1 << 13
+"""Most logits of a bfloat16 weight for which the kernel was faster than cuBLAS: on an H200 it was for 4 tokens of 32 and
+of 512 experts and for 64 of 32, but not for 64 of 512."""
 _PARTS = 8
 """Parts of the input features, summed in float32: matrix units lose digits of long sums. Logits around 1 of 2,688
 features are wrong by up to 4e-5 in one sum, by less than 1e-5 in eight."""
@@ -52,11 +53,16 @@ def choose_by_scores(x: Tensor, weight: Tensor, correction: Tensor, how: Choice)
     return choose(logits(x, weight), correction, how)
 
 
+def are_few(num_tokens: int, num_experts: int) -> bool:
+    """Whether logits of a bfloat16 weight are so few that `choose_by_probabilities` is faster than a plain product."""
+    return num_tokens <= _TILES[0].most and num_tokens * num_experts <= _MOST_ROUNDED
+
+
 def choose_by_probabilities(x: Tensor, weight: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
     """Choose as `SoftmaxRouter` does.
 
     Args:
-        x: [T, C] in bfloat16, at most MOST_ROUNDED, contiguous in the last dimension.
+        x: [T, C] in bfloat16, contiguous in the last dimension.
         weight: [E or more, C] in bfloat16, contiguous.
         bias: [E] in bfloat16, contiguous, or None.
     """
