@@ -21,8 +21,8 @@ from raycache.rounding import ceil_div, power_of_2
 MOST_TOKENS = 1024
 """Most tokens whose logits of a float32 weight a kernel makes; for more a plain product takes little of the time."""
 _MOST_ROUNDED = 1 << 13
-"""Most logits of a bfloat16 weight for which the kernel was faster than cuBLAS: on an H200 it was for 4 tokens of 32 and
-of 512 experts and for 64 of 32, but not for 64 of 512."""
+"""Most logits of a bfloat16 weight that the kernel makes. On an H200 it was faster than cuBLAS for 4 tokens and 32 or
+512 experts, and for 64 tokens and 32 experts, but not for 64 and 512."""
 _PARTS = 8
 """Parts of the input features, summed in float32: matrix units lose digits of long sums. Logits around 1 of 2,688
 features are wrong by up to 4e-5 in one sum, by less than 1e-5 in eight."""
