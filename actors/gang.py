@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,16 @@ class Findings:
 
     Attributes:
         warm_nodes: ids of nodes whose disks have all kernels.
-        reserved: by each rank, GPU memory for steps: purpose -> bytes; empty before there was a gang.
-        longest_pieces: of each rank, tokens of the longest step that is recorded in pieces, None if none can be; empty
-            before there was a gang.
+        measured_on: node, model of GPU and transports of each rank that has measured what follows; empty before there
+            was a gang.
+        reserved: by each rank, GPU memory for steps: purpose -> bytes.
+        longest_pieces: of each rank, tokens of the longest step that is recorded in pieces, None if none can be.
     """
 
     warm_nodes: frozenset[str] = frozenset()
+    measured_on: tuple[Any, ...] = ()
     reserved: tuple[Mapping[str, int], ...] = ()
     longest_pieces: tuple[int | None, ...] = ()
-
-    def hold_on(self, nodes: Collection[str]) -> bool:
-        """Whether they hold for ranks on these nodes."""
-        return self.warm_nodes.issuperset(nodes)
 
 
 class Gang:
@@ -54,7 +52,8 @@ class Gang:
         wait_for_arenas: called when the ranks before these have been ended; returns once none of them uses an arena.
         phases: of the start, which is added to them.
         findings: of gangs before. With a rank on a node that had none, all ranks run steps of all kinds before they
-            are ready, and measure which steps are worth recording.
+            are ready. With other nodes, GPUs or transports than before, they measure memory and which steps are worth
+            recording.
     Raises:
         RayCacheError: a rank failed to start; no actor is left behind.
 
@@ -100,7 +99,7 @@ class Gang:
                 meeting.board.unshare()
             phases.end("groups")
             self.deployment = with_transports(self.deployment, transports)
-            phases.end("other", of_it=slowest(self._build([where["node"] for where in wheres], arenas, findings)))
+            phases.end("other", of_it=slowest(self._build(wheres, transports, arenas, findings)))
         except BaseException:  # an interrupt, too: the actors would stay
             if executor is not None:
                 executor.abandon()
@@ -121,19 +120,31 @@ class Gang:
         self._ranks.run()
         executor.watch(self._ranks)
 
-    def _build(self, nodes: Sequence[str], arenas: Mapping[str, Path], findings: Findings) -> list[Mapping[str, float]]:
+    def _build(
+        self,
+        wheres: Sequence[dict[str, Any]],
+        transports: Sequence[tuple[str, ...]],
+        arenas: Mapping[str, Path],
+        findings: Findings,
+    ) -> list[Mapping[str, float]]:
         """Load the weights and build all ranks; returns the seconds of each one's start by phase."""
-        warms_up, has_peers = not findings.hold_on(nodes), self.deployment.config.peer_memory
-        before = [None] * len(nodes) if warms_up else findings.reserved
-        loads = [(own,) for own in before]
+        nodes, has_peers = [where["node"] for where in wheres], self.deployment.config.peer_memory
+        on = tuple((where["node"], where["gpu"], *used) for where, used in zip(wheres, transports, strict=True))
+        is_known, unknown = on == findings.measured_on, (None,) * len(on)
+        loads = [(own,) for own in (findings.reserved if is_known else unknown)]
         loaded = self._ranks.ask("load", loads, phase=LOADING, board=self._meeting.board, peer_memory=has_peers)
         self.num_pages = min(num_pages for num_pages, _ in loaded)
-        reserved = tuple(own for _, own in loaded)
+        longest = findings.longest_pieces if is_known and None not in findings.longest_pieces else unknown
         files = [arenas[node] if arenas else None for node in nodes]
-        longest = [None] * len(nodes) if warms_up or None in findings.longest_pieces else findings.longest_pieces
         builds = [(self.num_pages, *own) for own in zip(files, longest, strict=True)]
+        warms_up = not findings.warm_nodes.issuperset(nodes)
         built = self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up)
-        self.findings = Findings(findings.warm_nodes.union(nodes), reserved, tuple(longest for _, longest in built))
+        self.findings = Findings(
+            findings.warm_nodes.union(nodes),
+            on,
+            tuple(reserved for _, reserved in loaded),
+            tuple(longest for _, longest in built),
+        )
         return [seconds for seconds, _ in built]
 
     def join(self, timeout_s: float) -> None:

@@ -143,7 +143,7 @@ class RankActor:
 
         Args:
             reserved: by this rank in the gang before; None: measure it.
-            peer_memory: whether all ranks of the gang exchange small tensors through it.
+            peer_memory: whether all ranks of the gang use it.
         """
         from raycache.deployment.deployment import Deployment, served_model
         from raycache.rank.build import load

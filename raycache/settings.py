@@ -131,7 +131,8 @@ class Settings:
     )
     peer_memory: bool = _parallel(
         True,
-        "ranks whose GPUs reach each other's memory exchange small tensors through it; false: all go through NCCL",
+        "ranks whose GPUs reach each other's memory exchange tensors through it where that is faster; false: all go "
+        "through NCCL",
     )
     routing: str = _parallel(
         "prefix",

@@ -84,7 +84,7 @@ class SoftmaxRouter:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         how, kernels = self._how, _kernels_for(x, self._how)
         chosen: tuple[Tensor, Tensor]
-        # One or two tokens have a kernel for all their products.
+        # `linear` has a faster kernel for one or two tokens.
         if kernels and len(x) > 2 and kernels.are_few(len(x), how.count) and self._is_half(x):
             chosen = kernels.choose_by_probabilities(x, self._weight, self._bias, how)
             return chosen

@@ -160,7 +160,7 @@ def build_group(
         host: address of this process that the other members can reach (gloo only).
         device: of the tensors (nccl only).
         meeting: an existing connection to the rendezvous store.
-        has_peer_memory: whether members on the same node exchange small tensors without NCCL (nccl only).
+        has_peer_memory: whether members on the same node exchange tensors without NCCL if that is faster (nccl only).
     Raises:
         RankLostError: the handle belongs to another epoch, or other members did not join in time.
         ConfigError: two members use the same GPU (nccl only).

@@ -16,9 +16,9 @@ semantics by who waits for it. A program counts its chunks over all calls, and t
     memory of a member    [program][step 1 or 2][sender]                 numbers of the last chunks
                           [program][slot][step 1 or 2][sender][word]
 
-Three slots are enough. Addends of chunk k are sent when the receiver's sums of chunk k - 3 have come, which it made of
-the addends that are replaced. Sums of chunk k are sent when the receiver's addends of chunk k have come; before it sent
-these, it has copied the sums of chunk k - 3.
+Three slots are enough. A slot of addends may be overwritten once the receiver's sums of the chunk before in it have
+come: it has read them by then. A slot of sums may be overwritten once the receiver's addends of the same new chunk have
+come: it has copied what was there before it sent them.
 
 Members must run the same sums in the same order. Program i waits for program i of the others only, so programs need not
 run all at once. A kernel that waits for longer than its limit traps, see peer_kernels.py.
@@ -111,24 +111,28 @@ def _place(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _publish(flag: tl.tensor, number: tl.tensor) -> None:
-    """Store a flag behind all that the program's threads have stored."""
+def _publish(
+    peers: tl.tensor, rank: tl.tensor, step: tl.constexpr, number: tl.tensor, SIZE: tl.constexpr, FLAGS: tl.constexpr
+) -> None:
+    """Store the other members' flags behind all that the program's threads have stored."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first st.release.sys.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [flag.to(tl.int64), number],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    for distance in tl.static_range(1, SIZE):
+        flag = _flag(peers, (rank + distance) % SIZE, step, rank, FLAGS)
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred first;
+                .reg .u32 thread;
+                mov.u32 thread, %tid.x;
+                setp.eq.u32 first, thread, 0;
+                @first st.release.sys.global.u32 [$1], $2;
+                mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [flag.to(tl.int64), number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -169,8 +173,7 @@ def _send_addends(
         own = tl.load(x + there, mask=there < num_words, other=0)
         place = _place(peers, member, 0, rank, number, SIZE, SHARE, PROGRAMS, SLOTS, FLAGS)
         tl.store(place + words, own, mask=there < num_words)
-    for distance in tl.static_range(1, SIZE):
-        _publish(_flag(peers, (rank + distance) % SIZE, 0, rank, FLAGS), number)
+    _publish(peers, rank, 0, number, SIZE, FLAGS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -212,8 +215,7 @@ def _send_sums(
     for distance in tl.static_range(1, SIZE):
         place = _place(peers, (rank + distance) % SIZE, 1, rank, number, SIZE, SHARE, PROGRAMS, SLOTS, FLAGS)
         tl.store(place + words, total, mask=mask)
-    for distance in tl.static_range(1, SIZE):
-        _publish(_flag(peers, (rank + distance) % SIZE, 1, rank, FLAGS), number)
+    _publish(peers, rank, 1, number, SIZE, FLAGS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

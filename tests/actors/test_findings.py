@@ -13,6 +13,7 @@ from actors.gang import Findings, Gang
 from raycache.config import Config
 from raycache.deployment.deployment import deploy
 from raycache.observe.phases import Phases
+from raycache.parallel.devices import GpuModel
 from raycache.rank.member import RankSpec
 from tests.oracle.families import make_family
 
@@ -22,13 +23,13 @@ _RESERVED = {"activations": 7, "graphs": 3}, {"activations": 5, "graphs": 3}
 class Ranks:
     """Two ranks that start, on these nodes."""
 
-    def __init__(self, *nodes: str, longest: int | None = 2304) -> None:
-        self.nodes, self.longest = nodes, longest
+    def __init__(self, *nodes: str, longest: int | None = 2304, gpu: str = "H200", transport: str = "NCCL") -> None:
+        self.nodes, self.longest, self.gpu, self.transport = nodes, longest, gpu, transport
         self.loaded: list[Any] = []
         self.built: tuple[Any, ...] = ()
 
     def where(self) -> list[dict[str, Any]]:
-        alone = {"waited_s": 0.0, "gpu": None, "gpus": SimpleNamespace(ids=())}
+        alone = {"waited_s": 0.0, "gpu": GpuModel(self.gpu, (9, 0)), "gpus": SimpleNamespace(ids=())}
         return [{"node": node, **alone} for node in self.nodes]
 
     def boards(self, *of: object) -> dict[str, Path]:
@@ -40,7 +41,7 @@ class Ranks:
         if method == "build":
             self.built = [longest for _, _, longest in arguments], same["warms_up"]
         built, loaded = ({"pages": 1.0}, self.longest), [(40, kept) for kept in _RESERVED]
-        return {"join": [("gloo",)] * 2, "load": loaded, "build": [built] * 2}[method]
+        return {"join": [(self.transport,)] * 2, "load": loaded, "build": [built] * 2}[method]
 
     def run(self) -> None:
         pass
@@ -81,22 +82,39 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_next_gang_does_not_measure_again(start: Any) -> None:
-    first, second = Ranks("a", "b"), Ranks("b", "a")
+    first, second = Ranks("a", "b"), Ranks("a", "b")
     findings = start(first, Findings()).findings
     assert first.loaded == [None, None]
     assert first.built == ([None, None], True)
-    assert findings == Findings(frozenset("ab"), _RESERVED, (2304, 2304))
     assert start(second, findings).findings == findings
     assert second.loaded == list(_RESERVED)
     assert second.built == ([2304, 2304], False)
 
 
-def test_on_another_node_everything_is_found_out_again(start: Any) -> None:
-    elsewhere = Ranks("a", "c")
-    findings = start(elsewhere, Findings(frozenset("ab"), _RESERVED, (2304, 2304))).findings
-    assert elsewhere.loaded == [None, None]
-    assert elsewhere.built == ([None, None], True)
-    assert findings.warm_nodes == frozenset("abc")
+@pytest.mark.parametrize(
+    ("others", "warms_up"),
+    [
+        (Ranks("a", "c"), True),
+        (Ranks("b", "a"), False),
+        (Ranks("a", "b", gpu="H100"), False),
+        (Ranks("a", "b", transport="peer memory"), False),
+    ],
+    ids=["another node", "other places", "other GPUs", "another transport"],
+)
+def test_with_anything_else_memory_and_steps_are_measured_again(start: Any, others: Ranks, warms_up: bool) -> None:
+    findings = start(Ranks("a", "b"), Findings()).findings
+    found = start(others, findings).findings
+    assert others.loaded == [None, None]
+    assert others.built == ([None, None], warms_up)
+    assert found.warm_nodes == {"a", "b", *others.nodes}
+
+
+def test_what_an_earlier_gang_measured_elsewhere_is_not_taken_over(start: Any) -> None:
+    findings = start(Ranks("a", "c"), start(Ranks("a", "b"), Findings()).findings).findings
+    back = Ranks("a", "b")
+    start(back, findings)
+    assert back.loaded == [None, None]
+    assert back.built == ([None, None], False)
 
 
 def test_ranks_that_cannot_record_are_told_nothing(start: Any) -> None:

@@ -203,9 +203,13 @@ def large_collectives(group: PeerGroup, device: torch.device) -> list[str]:
 
 def sums_in_two_shots(group: PeerGroup, device: torch.device) -> list[str]:
     """Names of sums without the bits of float32 sums in rank order; some are recorded, some at once, some by NCCL."""
-    assert group.two_shot is not None
-    group.least_two_shot, group.most_bytes, chosen, wrong = 1 << 12, 1 << 11, random.Random(3), []
-    share = 4096 * group.size  # numbers of a chunk's share, in bfloat16
+    two_shot, chosen, wrong = group.two_shot, random.Random(3), []
+    assert two_shot is not None
+    group.least_two_shot, group.most_bytes = 1 << 12, 1 << 11
+    two_shot._numbers.fill_(2**31 - 40)  # the last chunks before numbers become negative
+    torch.cuda.synchronize(device)
+    group.all_gather(torch.ones(1, device=device))  # no member sends chunks before all have set their numbers
+    share = 16384 // group.size  # numbers of a chunk's share, in bfloat16
     counts = [2100, share - 8, share + 8, 132 * share, 133 * share + 8, 700 * share + 4096, 8192 * 4096]
     recorded = torch.zeros(700 * share, device=device, dtype=torch.bfloat16)
     group.all_reduce(recorded)
@@ -230,13 +234,20 @@ def sums_in_two_shots(group: PeerGroup, device: torch.device) -> list[str]:
         elif kind == "shifted":  # one number behind an address that is a multiple of 16 bytes
             found = group.all_reduce(torch.cat([own[:1], own])[1:])
         elif kind == "nccl":
-            group.two_shot, two_shot = None, group.two_shot
-            group.all_reduce(own)
-            group.two_shot, found = two_shot, wanted
-        else:
+            group.two_shot = None
             found = group.all_reduce(own)
+            group.two_shot = two_shot
+            if group.size > 2:  # the order of its sums is NCCL's own
+                continue
+        else:
+            before = two_shot._numbers.clone()
+            found = group.all_reduce(own)
+            if torch.equal(before, two_shot._numbers) != (kind == "small"):
+                wrong.append(f"{kind} {dtype} {count} went another way")
         if not torch.equal(found, wanted):
             wrong.append(f"{kind} {dtype} {count}: {int((found != wanted).sum())}")
+    if not bool((two_shot._numbers < 0).any()):
+        wrong.append("numbers did not become negative")
     return wrong
 
 

@@ -6,6 +6,7 @@ Tokens and weights are whole numbers times a power of two, so that logits are ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,9 +128,16 @@ def test_logits_of_weights_in_bfloat16_are_rounded_once(name: str, num_tokens: i
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 64, 65, 700])
 @pytest.mark.parametrize("name", HALVES)
 @torch.inference_mode()
-def test_routers_in_bfloat16_give_the_same_weights_for_any_number_of_tokens(name: str, num_tokens: int) -> None:
+def test_routers_in_bfloat16_give_the_same_weights_for_any_number_of_tokens(
+    name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router, x = halved(HALVES[name]()), draw_tokens(700)
-    some, all_of_them = router(x[:num_tokens])[0], router(x)[0]
+    all_of_them = router(x)[0]
+    with monkeypatch.context() as watched:
+        counted = Mock(wraps=router_kernels.logits)
+        watched.setattr(router_kernels, "logits", counted)
+        some = router(x[:num_tokens])[0]
+    assert counted.call_count == (2 < num_tokens <= 64 and num_tokens * router._how.count <= 1 << 13)
     torch.testing.assert_close(some, all_of_them[:num_tokens], rtol=2e-2, atol=1e-4)  # products round differently
 
 
