@@ -48,7 +48,8 @@ from raycache.parallel.sharding import Split
 from raycache.rank.member import Invitation
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
 from raycache.wire.control import receive_plan, result_ranks, send_result
-from raycache.wire.plan import Masks, RowResult, StepPlan, read_results, result_lens, result_width
+from raycache.wire.plan import Masks, StepPlan
+from raycache.wire.results import RowResult, read_results, result_lens, result_width
 
 _HOST = "127.0.0.1"
 _PAGE_SIZE = 64

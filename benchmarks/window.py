@@ -31,7 +31,8 @@ from raycache.parallel.sharding import Coords, Split
 from raycache.rank.build import load
 from raycache.rank.member import alone
 from raycache.types import GenerateRequest, SamplingParams
-from raycache.wire.plan import Masks, RowResult, StepPlan
+from raycache.wire.plan import Masks, StepPlan
+from raycache.wire.results import RowResult
 
 _NEW_TOKENS = 16
 _WINDOW = 512

@@ -18,7 +18,8 @@ from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
 from raycache.decider.request import Run
 from raycache.types import FinishReason, PackedTokens
-from raycache.wire.plan import Row, RowResult, left_in_page, unknown_drafts
+from raycache.wire.plan import Row, left_in_page, unknown_drafts
+from raycache.wire.results import RowResult
 
 
 @dataclass(frozen=True, slots=True)

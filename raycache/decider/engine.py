@@ -36,7 +36,8 @@ from raycache.types import (
     StreamState,
     packed,
 )
-from raycache.wire.plan import Masks, RowResult, StepPlan
+from raycache.wire.plan import Masks, StepPlan
+from raycache.wire.results import RowResult
 
 _POLL_S = 0.0001
 """Poll interval of the board, when a rank returns results before it acknowledges its loads."""

@@ -14,7 +14,8 @@ from raycache.decider.request import Phase, Run
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, RequestOutput, TokenLogprob
-from raycache.wire.plan import Row, RowResult
+from raycache.wire.plan import Row
+from raycache.wire.results import RowResult
 
 
 @dataclass(slots=True)

@@ -35,7 +35,8 @@ from raycache.decider.rows import RowPlanner
 from raycache.errors import RequestError
 from raycache.parallel.board import Acks
 from raycache.types import CacheCommand, EngineStats, FinishReason, PackedTokens, RequestOutput
-from raycache.wire.plan import Masks, RowResult, StepPlan
+from raycache.wire.plan import Masks, StepPlan
+from raycache.wire.results import RowResult
 
 _MAX_LOSSES = 3
 """A request in flight during this many successive gang losses fails; below the engine's limit of restarts."""

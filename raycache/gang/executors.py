@@ -18,7 +18,8 @@ from raycache.parallel.sharding import Split
 from raycache.rank.pending_result import Pending
 from raycache.rank.rank import LaunchedLayers, Rank
 from raycache.wire.control import broadcast_masks, broadcast_plan, receive_results
-from raycache.wire.plan import Masks, RowResult, StepPlan, read_results
+from raycache.wire.plan import Masks, StepPlan
+from raycache.wire.results import RowResult, read_results
 
 _BLAME_S = 1.0
 """How long to wait for a process to end, or for survivors of a lost gang to report a lost peer; a rank that reports

@@ -45,7 +45,8 @@ from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.step.single_rows import emitted_tokens
 from raycache.types import PackedTokens
-from raycache.wire.plan import UNKNOWN, Row, StepPlan, drafting_rows, emissions, local_positions
+from raycache.wire.plan import UNKNOWN, Row, StepPlan, local_positions
+from raycache.wire.results import drafting_rows, emissions
 
 DraftRow = Callable[[Row, int], SampleRow]
 """(row, offset) -> parameters for sampling the token `offset` positions after the row's first sampled one."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from raycache.parallel.context import ParallelContext
 from raycache.rank.outcome import gather_padded
 from raycache.step.inputs import StepInputs
-from raycache.wire.plan import Row, StepPlan, emissions
+from raycache.wire.plan import Row, StepPlan
+from raycache.wire.results import emissions
 
 # Shapes in this file: M tokens that this cp rank sampled in a step.
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from raycache.parallel.context import ParallelContext
 from raycache.rank.pending_result import PendingResult
-from raycache.wire.plan import Row, StepPlan, drafting_rows, emissions
+from raycache.wire.plan import Row, StepPlan
+from raycache.wire.results import drafting_rows, emissions
 
 
 class RowEnd(NamedTuple):

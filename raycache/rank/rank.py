@@ -36,7 +36,8 @@ from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.step.single_rows import emitted_tokens, in_single_rows, is_decode
 from raycache.types import SamplingParams
-from raycache.wire.plan import NO_MASKS, Admit, Masks, Row, StepPlan, emissions, result_width
+from raycache.wire.plan import NO_MASKS, Admit, Masks, Row, StepPlan
+from raycache.wire.results import emissions, result_width
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.wire.plan import Row, StepPlan, emissions
+from raycache.wire.plan import Row, StepPlan
+from raycache.wire.results import emissions
 
 
 def in_single_rows(plan: StepPlan) -> StepPlan:

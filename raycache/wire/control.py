@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Group, Started
 from raycache.parallel.sharding import Coords, Split
-from raycache.wire.plan import NO_MASKS, Masks, StepPlan, result_lens, result_width
+from raycache.wire.plan import NO_MASKS, Masks, StepPlan
+from raycache.wire.results import result_lens, result_width
 
 FRAME = 16 * 1024
 _POLL_S = 0.00002

@@ -24,7 +24,8 @@ from raycache.rank.drafter import DraftGraphs
 from raycache.rank.graphs import DecodeGraphs
 from raycache.rank.member import Invitation, Member, alone, join
 from raycache.rank.rank import Rank
-from raycache.wire.plan import RowResult, StepPlan, read_results
+from raycache.wire.plan import StepPlan
+from raycache.wire.results import RowResult, read_results
 from tests.gpu.test_drafts import assert_likeliest, complete, prompts
 from tests.oracle.draft_pairs import PAIRS
 from tests.oracle.half import make_half

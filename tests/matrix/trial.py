@@ -29,7 +29,8 @@ from raycache.models.base import read_config
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
 from raycache.types import GenerateRequest, SamplingParams
-from raycache.wire.plan import Admit, Masks, Row, RowResult, StepPlan, emissions
+from raycache.wire.plan import Admit, Masks, Row, StepPlan
+from raycache.wire.results import RowResult, emissions
 from tests.matrix.gang import TIMEOUT_S, Gang, RankFailedError
 from tests.matrix.ranks import Host, Load, Poison, Read, Rows, Run
 from tests.matrix.sequences import ANSWER, Corpus, Dialogue

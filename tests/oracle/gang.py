@@ -24,7 +24,8 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.rank import Rank
 from raycache.types import SamplingParams
-from raycache.wire.plan import Admit, Row, StepPlan, emissions
+from raycache.wire.plan import Admit, Row, StepPlan
+from raycache.wire.results import emissions
 from tests.oracle.weights import open_weights
 
 PAGE_SIZE = 8

@@ -27,7 +27,8 @@ from raycache.errors import RankLostError
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
-from raycache.wire.plan import NO_MASKS, UNKNOWN, Admit, Masks, Row, RowResult, StepPlan, unknown_drafts
+from raycache.wire.plan import NO_MASKS, UNKNOWN, Admit, Masks, Row, StepPlan, unknown_drafts
+from raycache.wire.results import RowResult
 from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin_host import Content, TwinHost, TwinMover
 

@@ -14,7 +14,8 @@ from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.errors import RankLostError
 from raycache.types import FinishReason, GenerateRequest, Miss, SamplingParams
-from raycache.wire.plan import RowResult, StepPlan
+from raycache.wire.plan import StepPlan
+from raycache.wire.results import RowResult
 from tests.oracle.drafters import KnownTexts
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation

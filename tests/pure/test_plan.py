@@ -14,17 +14,8 @@ from numpy.typing import NDArray
 
 from raycache.memory.moves import Moves, Unit
 from raycache.types import SamplingParams, TokenLogprob
-from raycache.wire.plan import (
-    Admit,
-    Row,
-    RowResult,
-    StepPlan,
-    is_emitted,
-    local_positions,
-    read_results,
-    result_lens,
-    result_width,
-)
+from raycache.wire.plan import Admit, Row, StepPlan, is_emitted, local_positions
+from raycache.wire.results import RowResult, read_results, result_lens, result_width
 
 token_ids = st.integers(0, 2**31 - 1)
 page_ids = st.dictionaries(

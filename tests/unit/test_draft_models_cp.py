@@ -35,7 +35,8 @@ from raycache.rank.member import Member, RankSpec
 from raycache.rank.pending_result import Pending
 from raycache.rank.rank import LaunchedLayers, Rank
 from raycache.step.inputs import StepInputs
-from raycache.wire.plan import RowResult, StepPlan, read_results
+from raycache.wire.plan import StepPlan
+from raycache.wire.results import RowResult, read_results
 from tests.oracle.gang import on_gang
 from tests.oracle.recorded import OperationRecorder
 from tests.selection import mostly_long

@@ -12,7 +12,7 @@ import pytest
 from raycache.decider.batch import Batch
 from raycache.llm import LLM
 from raycache.types import RequestOutput
-from raycache.wire.plan import RowResult
+from raycache.wire.results import RowResult
 from tests.selection import mostly_long
 from tests.unit.test_draft_models import (
     GREEDY,

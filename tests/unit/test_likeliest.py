@@ -31,7 +31,8 @@ from raycache.rank.last_tokens import LastTokens
 from raycache.rank.rank import Rank
 from raycache.step.page_tables import PageTables
 from raycache.types import SamplingParams
-from raycache.wire.plan import UNKNOWN, Admit, Row, StepPlan, read_results
+from raycache.wire.plan import UNKNOWN, Admit, Row, StepPlan
+from raycache.wire.results import read_results
 from tests.oracle.gang import ThreadGroup, on_gang
 from tests.oracle.recorded import new_rank
 from tests.unit.test_pieces import tiny

@@ -31,7 +31,8 @@ from raycache.rank.build import load
 from raycache.rank.member import alone
 from raycache.rank.peak import Largest
 from raycache.rank.rank import Rank
-from raycache.wire.plan import MAX_SCORED_TOKENS, result_lens, result_width
+from raycache.wire.plan import MAX_SCORED_TOKENS
+from raycache.wire.results import result_lens, result_width
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.gang import on_gang
 from tests.oracle.tiny import make_tiny

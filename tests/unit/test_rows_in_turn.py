@@ -15,7 +15,8 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.rank import Rank
 from raycache.step.inputs import RowInputs, StepInputs, build_inputs
-from raycache.wire.plan import Row, StepPlan, emissions
+from raycache.wire.plan import Row, StepPlan
+from raycache.wire.results import emissions
 from tests.oracle.gang import on_gang
 from tests.oracle.recorded import new_rank
 from tests.unit.test_pieces import script, tiny
