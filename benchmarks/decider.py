@@ -17,9 +17,9 @@ import gc
 import pstats
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ class TimedScheduler(Scheduler):
         with self._spent.on("schedule"):
             return super().schedule(now_s)
 
-    def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
+    def complete(self, batch: Batch, results: Sequence[RowResult], acks: Acks) -> list[RequestOutput]:
         with self._spent.on("complete"):
             return super().complete(batch, results, acks)
 
@@ -170,7 +170,7 @@ class TimedExecutor(GangExecutor):
             super().submit(plan)
         self._spent.submitted()
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         with self._spent.on("collect"):
             results = super().collect(plan)
         self._spent.collected()
@@ -189,7 +189,7 @@ class EchoExecutor:
 
     def __init__(self, split: Split, spent: Spent, *, device_s: float = 0.0, plans_ahead: bool = False) -> None:
         self._spent = spent
-        self._answers = [NullAnswers(cp_rank=rank, cp_size=split.cp) for rank in range(split.cp)]
+        self._cp_size = split.cp
         self._device_s = device_s
         self._ends: deque[float] = deque([0.0])
         self.depth = 2 if plans_ahead else split.pp
@@ -203,11 +203,12 @@ class EchoExecutor:
     def send_masks(self, plan: StepPlan, masks: Masks) -> None:
         raise AssertionError("no request has a grammar")
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         self._ends.popleft()
-        time.sleep(max(0.0, self._ends[0] - time.perf_counter()))
+        if self._device_s:
+            time.sleep(max(0.0, self._ends[0] - time.perf_counter()))
         self._spent.collected()
-        answers = [answer(plan) for answer in self._answers]
+        answers = null_answers(plan, cp_size=self._cp_size)
         with self._spent.on("collect"):
             return read_results(plan, answers)
 
@@ -218,22 +219,14 @@ class EchoExecutor:
         pass
 
 
-class NullAnswers:
-    """What a cp rank without a model answers: token 0 everywhere. Shapes are kept, so that they cost no time."""
+def null_answers(plan: StepPlan, *, cp_size: int) -> list[NDArray[np.int64]]:
+    """What cp ranks without a model answer: token 0 everywhere."""
+    return [_zeros(count, result_width(plan)) for count in result_lens(plan, cp_size=cp_size)]
 
-    def __init__(self, *, cp_rank: int, cp_size: int) -> None:
-        self._cp_rank = cp_rank
-        self._cp_size = cp_size
-        self._by_shape: dict[bytes, NDArray[np.int64]] = {}
 
-    def __call__(self, plan: StepPlan) -> NDArray[np.int64]:
-        shape = bytes(row.output_position >= 0 for row in plan.rows) + b"".join(
-            len(row.tokens).to_bytes(4, "little") for row in plan.rows
-        )
-        if shape not in self._by_shape:
-            count = result_lens(plan, cp_size=self._cp_size)[self._cp_rank]
-            self._by_shape[shape] = np.zeros((count, result_width(plan)), np.int64)
-        return self._by_shape[shape]
+@cache
+def _zeros(count: int, width: int) -> NDArray[np.int64]:
+    return np.zeros((count, width), np.int64)
 
 
 @contextmanager
@@ -262,7 +255,7 @@ def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: 
     )
     connection.send("joined")
     answers = spec.rank in result_ranks(split)
-    answer = NullAnswers(cp_rank=split.coords(spec.rank).cp, cp_size=split.cp)
+    cp_rank = split.coords(spec.rank).cp
     is_last = False
     while not is_last:
         plan = receive_plan(control)
@@ -270,7 +263,7 @@ def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: 
         if device_s:
             time.sleep(device_s)
         if answers and not is_last:
-            send_result(plan, answer(plan), control)
+            send_result(plan, null_answers(plan, cp_size=split.cp)[cp_rank], control)
         board.post(spec.rank, Lane.STEP, plan.step)
 
 

@@ -72,7 +72,7 @@ class Watched:
     def send_masks(self, plan: StepPlan, masks: Masks) -> None:
         self._executor.send_masks(plan, masks)
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         return self._executor.collect(plan)
 
     def acks(self) -> Acks:

@@ -80,6 +80,8 @@ class Admission:
     def admit(self, batch: Batch) -> None:
         """Start waiting requests in their order, while the plan has rows and tokens left."""
         waiting = self.queues.waiting
+        if not len(waiting):
+            return
         set_aside: list[Request] = []
         fetching: list[Request] = []
         computing = self._pages_being_computed()
@@ -198,7 +200,7 @@ class Admission:
         return True
 
     def _pages_being_computed(self) -> set[_Page]:
-        runs = (run for run in self.queues.running if run.remaining > 1)
+        runs = (run for run in self.queues.running if run.steady is None and run.remaining > 1)
         pages = (self._next_page(run.request, run.holding) for run in runs)
         return {page for page in pages if page is not None}
 

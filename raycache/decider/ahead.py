@@ -86,7 +86,12 @@ class PlanAhead:
         """
         if not self.is_on:
             return False
-        in_flight = [run for run in running if run.num_in_flight and run.wants_row]
+        # The next row of a steady run needs only the token of the one before, which penalties count.
+        in_flight = [
+            run
+            for run in running
+            if run.num_in_flight and (run.steady is None or run.request.spec.sampling.has_penalties) and run.wants_row
+        ]
         if any(run.num_open for run in in_flight) and not self._has_states(len(running), most_drafts=step.drafts.most):
             return True
         return any(self.blocker(run, step) is not None for run in in_flight)

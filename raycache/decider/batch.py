@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raycache.decider.drafts import DraftStep
 from raycache.decider.request import Run
-from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
+from raycache.wire.plan import MAX_SCORED_TOKENS, UNKNOWN, Admit, Row, Rows, StepPlan
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Batch:
     scored_budget: int = MAX_SCORED_TOKENS
     draft_budget: int = 0
     next_draft_budget: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: Rows = field(default_factory=Rows)
     admits: list[Admit] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     num_tokens: int = 0
@@ -57,7 +57,7 @@ class Batch:
     @property
     def is_full(self) -> bool:
         """Whether the row or token budget is used up."""
-        return self.budget <= 0 or len(self.rows) >= self.max_rows
+        return self.budget <= 0 or len(self.runs) >= self.max_rows
 
     @property
     def takes_prompts(self) -> bool:
@@ -89,3 +89,14 @@ class Batch:
         self.scored_budget -= row.num_targets + num_drafts
         self.draft_budget -= num_drafts
         self.next_draft_budget -= row.num_next_drafts
+
+    def add_token(self, run: Run, start: int, output_position: int) -> None:
+        """Append the row of a steady run's last token, at position `start`, or of the one that is still being sampled.
+        It has room for that."""
+        token = UNKNOWN if run.num_in_flight else bytes(run.request.tokens[-4:])
+        self.rows.tokens.append((run.slot, start, token, output_position))
+        self.runs.append(run)
+        run.num_in_flight += 1
+        run.num_planned = start + 1
+        self.num_tokens += 1
+        self.budget -= 1

@@ -16,7 +16,7 @@ from raycache.cache.held_units import Capacity
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
-from raycache.decider.request import Run
+from raycache.decider.request import Request, Run
 from raycache.types import FinishReason, PackedTokens
 from raycache.wire.plan import Row, left_in_page, unknown_drafts
 from raycache.wire.results import RowResult
@@ -47,6 +47,12 @@ class DraftedRows:
     def most(self) -> int:
         """Draft tokens of a row."""
         return self._drafts.most
+
+    def stops(self, request: Request) -> frozenset[int]:
+        """Tokens that end a request's output."""
+        sampling = request.spec.sampling
+        ignores_eos = sampling.ignore_eos and request.grammar is None
+        return (frozenset() if ignores_eos else self._eos).union(sampling.stop_token_ids)
 
     def draft(self, run: Run, count: int, batch: Batch) -> Drafted | None:
         """Draft for a next row of `count` known tokens; None if nothing is drafted, or there are too few pages.
@@ -93,11 +99,10 @@ class DraftedRows:
         if not result.tokens or request.ending is not None:
             return [], None
         taken: list[int] = []
-        reason = None
+        reason, stops = None, self.stops(request)
         for token, draft in zip(result.tokens, [*drafts, None], strict=False):
             taken.append(token)
-            is_end = token in self._eos and not (spec.sampling.ignore_eos and request.grammar is None)
-            if is_end or token in spec.sampling.stop_token_ids:
+            if token in stops:
                 reason = FinishReason.STOP
             elif request.num_tokens + len(taken) >= spec.max_len:
                 reason = FinishReason.LENGTH

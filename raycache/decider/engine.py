@@ -64,7 +64,7 @@ class Executor(Protocol):
         """Send the masks of the last plan submitted, which has some, before the next plan."""
         ...
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         """Wait for the results of the oldest plan in flight.
 
         Raises:
@@ -210,7 +210,7 @@ class Engine:
         batch = self._in_flight[-1] if self._in_flight else None
         if batch is None or not batch.needs_masks:
             return
-        if len(self._in_flight) == 1 or not any(row.is_fed and row.is_masked for row in batch.rows):
+        if len(self._in_flight) == 1 or not any(row.is_fed and row.is_masked for row in batch.rows.others.values()):
             self._executor.send_masks(batch.plan, self._scheduler.masks(batch))
             batch.needs_masks = False
 
@@ -245,7 +245,7 @@ class Engine:
                     took_s,
                     batch.num_tokens,
                     num_rows=len(batch.rows),
-                    num_passes=max(row.num_next_drafts for row in batch.rows),
+                    num_passes=max((row.num_next_drafts for row in batch.rows.others.values()), default=0),
                 )
             elif self._scheduler.ahead.is_on:
                 costs.compute.note(took_s, batch.num_tokens)

@@ -9,6 +9,7 @@ flight touches free pages.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ class RequestQueues:
     Args:
         max_running: number of slots.
     Attributes:
-        running: admitted requests, with their pages and slots.
+        running: admitted requests, with their pages and slots, in order.
         num_preemptions: runs that lost their pages to other requests.
         finished: number of finished requests by reason.
     """
@@ -126,7 +127,7 @@ class RequestQueues:
         request.phase = Phase.RUNNING
         run = Run(request, self._free_slots.pop(), holding, num_computed, num_computed, restore_at, is_kept)
         request.run = run
-        self.running.append(run)
+        bisect.insort(self.running, run, key=_order)
         return run
 
     def requeue(self, run: Run) -> None:
@@ -148,7 +149,7 @@ class RequestQueues:
         """Return the last run in order that has no row in flight or in the plan that is being made."""
         order = behind.spec.order
         free = [run for run in self.running if not run.num_in_flight and run.request.spec.order > order]
-        return max(free, key=lambda run: run.request.spec.order, default=None)
+        return max(free, key=_order, default=None)
 
     def finish(self, request: Request, reason: FinishReason) -> RequestOutput:
         """End a request; one in flight keeps its pages until its last row completes.
@@ -200,3 +201,7 @@ class RequestQueues:
             assert num_pages * self._cache.page_size >= reach, "tokens without a page"
             assert run.holding.handle.length <= run.num_computed, "the tree holds tokens that are not computed"
             assert run.num_in_flight or run.request.phase is Phase.RUNNING, "an ended request still holds pages"
+
+
+def _order(run: Run) -> tuple[int, int]:
+    return run.request.spec.order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -19,6 +19,7 @@ from raycache.errors import RequestError
 from raycache.types import (
     FinishReason,
     GenerateRequest,
+    Miss,
     PackedTokens,
     RequestOutput,
     SamplingParams,
@@ -208,25 +209,59 @@ class Request:
         reason: FinishReason | None = None,
     ) -> RequestOutput:
         """Make the increment of this step for the client."""
-        sampling, report, drafts = self.spec.sampling, self.report, self.drafts
+        sampling = self.spec.sampling
         is_first = self.num_output <= 1 and bool(tokens)
         wants_scores = is_first and sampling.prompt_logprobs is not None
         return RequestOutput(
-            request_id=self.spec.request_id,
-            token_ids=tokens,
-            logprobs=tuple(logprobs) if logprobs and sampling.logprobs is not None else None,
-            prompt_logprobs=tuple(self.prompt_scores) if wants_scores else None,
-            finish_reason=reason,
-            cached_tokens=report.cached_len,
-            cut_by=report.cut_by,
-            cached_by_tier=report.by_tier,
-            miss=report.miss,
-            queued_s=self.queued_s,
-            num_starts=self.num_admissions,
-            drafted_tokens=drafts.num_drafted,
-            accepted_tokens=drafts.num_accepted,
-            error=(self.error or _LOST) if reason is FinishReason.ERROR else None,
+            self.spec.request_id,
+            tokens,
+            tuple(logprobs) if logprobs and sampling.logprobs is not None else None,
+            tuple(self.prompt_scores) if wants_scores else None,
+            reason,
+            *self.told,
+            (self.error or _LOST) if reason is FinishReason.ERROR else None,
         )
+
+    @property
+    def told(self) -> tuple[int, str, Mapping[str, int], Miss, float, int, int, int]:
+        """Fields of a `RequestOutput` that change with a request's starts and draft tokens only."""
+        report, drafts = self.report, self.drafts
+        return (
+            report.cached_len,
+            report.cut_by,
+            report.by_tier,
+            report.miss,
+            self.queued_s,
+            self.num_admissions,
+            drafts.num_drafted,
+            drafts.num_accepted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """What stays the same of a run from its first token on, if its rows are then a token in and a token out: nothing is
+    drafted, masked or scored for it, no log-probabilities are wanted, and it holds pages only.
+
+    Attributes:
+        stops: tokens that end the output.
+        max_bytes: limit of its packed tokens.
+        told: fields of each `RequestOutput` behind `finish_reason`.
+    """
+
+    request_id: str
+    prompt_len: int
+    stops: frozenset[int]
+    max_bytes: int
+    told: tuple[int, str, Mapping[str, int], Miss, float, int, int, int]
+
+    @classmethod
+    def of(cls, request: Request, *, stops: frozenset[int]) -> Steady | None:
+        """Of a request that has output, and for which nothing is drafted; None if it wants more than tokens."""
+        spec = request.spec
+        if request.grammar is not None or request.wanted_tops:
+            return None
+        return cls(spec.request_id, spec.prompt_len, stops, 4 * spec.max_len, request.told)
 
 
 @dataclass(slots=True, eq=False)
@@ -244,6 +279,7 @@ class Run:
         restore_at: ascending token positions at which a chunk must end and leave a restore point.
         is_kept: whether its pages enter the cache while its prompt is computed; False: after that.
         num_in_flight: rows of it in plans in flight, and in the plan that is being made.
+        steady: None until its first token, and for runs of another kind.
     """
 
     request: Request
@@ -254,6 +290,7 @@ class Run:
     restore_at: list[int]
     is_kept: bool = True
     num_in_flight: int = 0
+    steady: Steady | None = None
 
     @property
     def remaining(self) -> int:
@@ -285,8 +322,9 @@ class Run:
     def wants_row(self) -> bool:
         """Whether it needs another row, as far as is known: the token being sampled may still end it."""
         request = self.request
-        is_last_sampled = self.is_fed and request.num_tokens + 1 >= request.spec.max_len
-        return request.phase is Phase.RUNNING and request.ending is None and not is_last_sampled
+        if request.phase is not Phase.RUNNING or request.ending is not None:
+            return False
+        return not (self.num_in_flight and self.is_fed and request.num_tokens + 1 >= request.spec.max_len)
 
     @property
     def has_more_to_load(self) -> bool:

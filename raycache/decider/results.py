@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from raycache.cache.sequences import SequenceCache
 from raycache.cache.transfers import PlannedLoad
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.hits import Hits
 from raycache.decider.queues import Clock, RequestQueues
-from raycache.decider.request import Phase, Run
+from raycache.decider.request import Phase, Run, Steady
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, RequestOutput, TokenLogprob
 from raycache.wire.plan import Row
-from raycache.wire.results import RowResult
+from raycache.wire.results import RowResult, sampled_tokens
 
 
 @dataclass(slots=True)
 class Results:
     """Applies the results of plans; `counts` are token counts by field name of EngineStats."""
 
+    cache: SequenceCache
     queues: RequestQueues
     clock: Clock
     drafted: DraftedRows
@@ -29,20 +32,47 @@ class Results:
     counts: Counter[str] = field(default_factory=Counter)
     hits: Hits = field(default_factory=Hits)
 
-    def take(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
+    def take(self, batch: Batch, results: Sequence[RowResult], acks: Acks) -> list[RequestOutput]:
         """Apply a plan's results; returns one increment per request that got a token."""
         is_whole = not batch.loads or acks.bad_load < batch.loads[0]
         outputs = []
-        for run, row, result in zip(batch.runs, batch.rows, results, strict=True):
+        others, tokens = batch.rows.others, sampled_tokens(results)
+        for i, run in enumerate(batch.runs):
             run.num_in_flight -= 1
             run.request.num_losses = 0
             if run.request.phase is Phase.FINISHED:
                 self.queues.release(run)
+                continue
+            if i not in others:
+                output = self._take_token(run, tokens[i])
             elif run.holding.load is None or self._take_load(run, is_whole=is_whole, bad_load=acks.bad_load):
-                output = self._take_row(run, row, result)
-                if output is not None:
-                    outputs.append(output)
+                output = self._take_row(run, others[i], results[i])
+            else:
+                output = None
+            if output is not None:
+                outputs.append(output)
         return outputs
+
+    def _take_token(self, run: Run, token: int) -> RequestOutput | None:
+        """Like `_take_row`, of a steady run's row of one token."""
+        request, steady = run.request, run.steady
+        assert steady is not None, "other runs have rows of their own"
+        run.num_computed += 1
+        if run.num_computed % self.cache.page_size == 0:
+            self._advance(run)
+        if request.ending is not None:
+            return None
+        reason = None
+        request.tokens += token.to_bytes(4, "little", signed=True)
+        if token in steady.stops:
+            reason = FinishReason.STOP
+        elif len(request.tokens) >= steady.max_bytes:
+            reason = FinishReason.LENGTH
+        self.counts["output_tokens"] += 1
+        output = RequestOutput(steady.request_id, (token,), None, None, reason, *steady.told)
+        if reason is not None:
+            self.queues.finish(request, reason)
+        return output
 
     def _take_load(self, run: Run, *, is_whole: bool, bad_load: int) -> bool:
         """Hand loaded pages to the tree. After a failed load, requests restart: only the last failure is reported, and
@@ -108,6 +138,8 @@ class Results:
         output = request.output(*tokens, logprobs=entries, reason=reason)
         if reason is not None:
             self.queues.finish(request, reason)
+        elif not (self.drafted.most or self.cache.has_points):
+            run.steady = Steady.of(request, stops=self.drafted.stops(request))
         return output
 
 

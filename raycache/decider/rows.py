@@ -11,7 +11,7 @@ from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.queues import Clock, RequestQueues
-from raycache.decider.request import Run
+from raycache.decider.request import Run, Steady
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.memory.component import window_pages
 from raycache.wire.plan import Row
@@ -31,7 +31,7 @@ class RowPlanner:
     def ready(self) -> tuple[list[Run], list[Run]]:
         """Running requests that can get a row: those that decode, and prompts."""
         ready = self.ahead.ready(self.queues.running)
-        prompts = [run for run in ready if run.num_next > 1]
+        prompts = [run for run in ready if run.steady is None and run.num_next > 1]
         return ([run for run in ready if run.num_next == 1] if prompts else ready), prompts
 
     def continue_running(self, batch: Batch, decodes: list[Run], prompts: list[Run]) -> None:
@@ -47,7 +47,9 @@ class RowPlanner:
                 continue
             # A request planned earlier may have taken its pages. When pages are short, rows in flight must complete
             # first: only then can their pages be taken.
-            if run.request.run is run and not (is_short and run.num_in_flight):
+            if run.request.run is not run or (is_short and run.num_in_flight):
+                continue
+            if run.steady is None or not self._continue_steady(run, run.steady, batch):
                 is_short |= not self._continue(run, batch)
 
     def follow_up(self, batch: Batch) -> None:
@@ -161,6 +163,14 @@ class RowPlanner:
             run.holding.drop_load()
             run.num_computed = before
         return row is not None
+
+    def _continue_steady(self, run: Run, steady: Steady, batch: Batch) -> bool:
+        """Add a steady run's next row, if its token fits the last page."""
+        start = run.num_planned if run.num_in_flight else run.num_computed
+        if start >= len(run.holding.pages) * self.cache.page_size:
+            return False
+        batch.add_token(run, start, start + 1 - steady.prompt_len)
+        return True
 
     def _load_more(self, run: Run) -> None:
         request, start = run.request, run.num_computed

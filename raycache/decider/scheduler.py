@@ -16,6 +16,7 @@ sequences live. Reads no clock: callers pass `now_s`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from raycache.cache.keys import PackedDigests
 from raycache.cache.sequences import SequenceCache
@@ -82,7 +83,7 @@ class Scheduler:
         points = RestorePointPlanner(cache, interval=restore_interval)
         self._rows = RowPlanner(cache, queues, clock, self.ahead, drafted, points)
         self._admission = Admission(cache, queues, clock, self.ahead, self._rows, points)
-        self._results = Results(queues, clock, drafted, points)
+        self._results = Results(cache, queues, clock, drafted, points)
 
     def add(self, spec: RequestSpec, tokens: PackedTokens, *, now_s: float, digests: PackedDigests = b"") -> None:
         """Queue a request that fits the pool, look up its prefix in storage, and compile its grammar.
@@ -156,7 +157,6 @@ class Scheduler:
         if queues.running:
             self._drafting = self.drafts.step(min(len(queues.running), max_rows), num_decodes=self._num_decodes)
         batch = Batch(budget=self._budget.tokens, max_rows=max_rows, drafting=self._drafting)
-        queues.running.sort(key=lambda run: run.request.spec.order)
         if not self._admission.make_way(batch):
             return None
         decodes, prompts = self._rows.ready()
@@ -173,7 +173,7 @@ class Scheduler:
             self._clock.step,
             batch.rows,
             batch.admits,
-            num_top=max((top for run in batch.runs for top in run.request.wanted_tops), default=None),
+            num_top=max((top for i in batch.rows.others for top in batch.runs[i].request.wanted_tops), default=None),
             saves=saves,
             loads=loads,
             is_saved_first=is_saved_first,
@@ -204,7 +204,7 @@ class Scheduler:
         batch.bound_prompts(tokens, longest_chunk=longest_chunk(wanted, tokens), least_chunk=least)
 
     def _mask_len(self, batch: Batch) -> int:
-        if self._grammars is None or not any(row.is_masked for row in batch.rows):
+        if self._grammars is None or not any(row.is_masked for row in batch.rows.others.values()):
             return 0
         return self._grammars.mask_len
 
@@ -254,7 +254,7 @@ class Scheduler:
         else:
             time.sleep(timeout_s)
 
-    def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
+    def complete(self, batch: Batch, results: Sequence[RowResult], acks: Acks) -> list[RequestOutput]:
         """Apply the results of a plan from `schedule`; returns one increment per request that got a token."""
         return self._results.take(batch, results, acks)
 

@@ -53,7 +53,7 @@ class LocalExecutor:
         with refusing_out_of_memory(self._rank.ctx.device, doing=f"sampling in step {plan.step}"):
             self._started.append((plan, self._rank.finish(self._launched, masks)))
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         started, pending = self._started.popleft()
         assert started is plan, "plans are collected in order"
         with refusing_out_of_memory(self._rank.ctx.device, doing=f"drafting in step {plan.step}"):
@@ -124,7 +124,7 @@ class GangExecutor:
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         try:
             answers = receive_results(plan, self.control, split=self._split)
             for sent in self._sending[0]:

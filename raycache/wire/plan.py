@@ -19,11 +19,11 @@ Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import msgpack
 import numpy as np
@@ -167,6 +167,99 @@ class Row:
         return self.is_masked * (1 + self.num_drafts)
 
 
+TokenRow = tuple[int, int, PackedTokens, int]
+"""Slot, start, token and output position of a row that is a token in and a token out; fed if the token is UNKNOWN."""
+
+
+class Rows(Sequence[Row]):
+    """Rows of a plan. Most rows of most steps say only where a token goes and that the next one is sampled, and making
+    a `Row` for each would cost the decider more than all else about them.
+
+    Attributes:
+        tokens: of every row; those in `others` have UNKNOWN for a token.
+        others: index -> row that is more than a token in and a token out.
+    """
+
+    __slots__ = ("_all", "others", "tokens")
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.tokens: list[TokenRow] = []
+        self.others: dict[int, Row] = {}
+        self._all: list[Row] = []
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: Row) -> None:
+        """Append any row; `tokens.append` appends one that is a token in and a token out."""
+        self.others[len(self.tokens)] = row
+        self.tokens.append((row.slot, row.start, UNKNOWN, row.output_position))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return self._made()[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._made())
+
+    def _made(self) -> list[Row]:
+        """All rows as `Row`, made when somebody asks for them."""
+        if len(self._all) < len(self.tokens):
+            self._all = _joined(self.tokens, self.others)
+        return self._all
+
+    def pack(self) -> list[Any]:
+        """For the wire: in columns."""
+        slots, starts, tokens, positions = zip(*self.tokens, strict=True) if self.tokens else ((),) * 4
+        numbers = (array("q", column).tobytes() for column in (slots, starts, positions))
+        return [*numbers, b"".join(tokens), [_packed_row(index, row) for index, row in self.others.items()]]
+
+
+def _joined(tokens: Iterable[TokenRow], others: Mapping[int, Row]) -> list[Row]:
+    rows = [
+        Row(slot, start, token, NO_PAGES, position, b"", -1, -1, token == UNKNOWN)
+        for slot, start, token, position in tokens
+    ]
+    for index, row in others.items():
+        rows[index] = row
+    return rows
+
+
+def _packed_row(index: int, row: Row) -> list[Any]:
+    return [
+        index,
+        row.slot,
+        row.start,
+        bytes(row.tokens),
+        _packed_ids(row.new_pages) if row.new_pages else {},
+        row.output_position,
+        bytes(row.targets),
+        row.read_state,
+        row.write_state,
+        row.is_fed,
+        row.num_drafts,
+        list(row.draft_states),
+        bytes(row.accepted),
+        row.num_next_drafts,
+        row.next_token,
+        *([row.is_masked, True] if row.stops_at_page else [True] if row.is_masked else []),
+    ]
+
+
+def _rows(slots: bytes, starts: bytes, positions: bytes, tokens: bytes, others: list[list[Any]]) -> list[Row]:
+    """Inverse of `Rows.pack`."""
+    numbers = (array("q", column) for column in (slots, starts, positions))
+    slot_of, start_of, position_of = numbers
+    token_of = [tokens[i : i + 4] for i in range(0, len(tokens), 4)]
+    columns = zip(slot_of, start_of, token_of, position_of, strict=True)
+    return _joined(columns, {index: _row(row) for index, *row in others})
+
+
 def left_in_page(start: int, *, page_size: int) -> int:
     """Draft tokens of a row that begins at `start` which do not reach beyond the next page boundary."""
     return page_size - start % page_size - 1
@@ -214,31 +307,12 @@ class StepPlan:
             [a.slot, _packed_ids(a.pages), _packed(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)]
             for a in self.admits
         ]
-        rows = [
-            [
-                r.slot,
-                r.start,
-                bytes(r.tokens),
-                _packed_ids(r.new_pages) if r.new_pages else {},
-                r.output_position,
-                bytes(r.targets),
-                r.read_state,
-                r.write_state,
-                r.is_fed,
-                r.num_drafts,
-                list(r.draft_states),
-                bytes(r.accepted),
-                r.num_next_drafts,
-                r.next_token,
-                *([r.is_masked, True] if r.stops_at_page else [True] if r.is_masked else []),
-            ]
-            for r in self.rows
-        ]
+        rows = self.rows if isinstance(self.rows, Rows) else Rows(self.rows)
         moves = [[[m.number, [_columns(b) for b in m.batches]] for m in lane] for lane in (self.saves, self.loads)]
         packed: bytes = msgpack.packb(
             [
                 self.step,
-                rows,
+                rows.pack(),
                 admits,
                 self.num_top,
                 self.is_last,
@@ -257,7 +331,7 @@ class StepPlan:
         )
         return cls(
             step=step,
-            rows=[_row(row) for row in rows],
+            rows=_rows(*rows),
             admits=[Admit(a[0], _ids(a[1]), _sampling(a[2]), *a[3:]) for a in admits],
             num_top=num_top,
             is_last=is_last,

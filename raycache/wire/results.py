@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycache.parallel.sharding import split_span
 from raycache.types import TokenLogprob
-from raycache.wire.plan import StepPlan
+from raycache.wire.plan import Rows, StepPlan
 
 _ONLY = range(1)  # the only position of a row of one token
 
@@ -41,8 +42,20 @@ def drafting_rows(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
     return [rows[rank::cp_size] for rank in range(cp_size)]
 
 
+def are_single(plan: StepPlan) -> bool:
+    """Whether the answer to a plan is one token per row, and nothing else: a row's only token comes back from the cp
+    rank of its index, modulo their number."""
+    rows = plan.rows.others.values() if isinstance(plan.rows, Rows) else plan.rows
+    return plan.num_top is None and all(
+        len(row.tokens) == 4 and row.output_position >= 0 and not row.targets and not row.num_next_drafts
+        for row in rows
+    )
+
+
 def result_lens(plan: StepPlan, *, cp_size: int) -> list[int]:
     """Number of lines of each cp rank's result: one per emitted position, then one per next draft token."""
+    if are_single(plan):
+        return [len(range(rank, len(plan.rows), cp_size)) for rank in range(cp_size)]
     emitted_counts = [sum(len(positions) for _, positions in places) for places in emissions(plan, cp_size=cp_size)]
     draft_counts = [sum(plan.rows[i].num_next_drafts for i in rows) for rows in drafting_rows(plan, cp_size=cp_size)]
     return [sum(counts) for counts in zip(emitted_counts, draft_counts, strict=True)]
@@ -76,13 +89,44 @@ class RowResult:
             self.logprobs.append(logprob)
 
 
-def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> list[RowResult]:
+class SampledTokens(Sequence[RowResult]):
+    """Results of rows that each sampled one token, and returned nothing else."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> RowResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RowResult]: ...
+    def __getitem__(self, index: int | slice) -> RowResult | list[RowResult]:
+        if isinstance(index, slice):
+            return [RowResult([token]) for token in self.tokens[index]]
+        return RowResult([self.tokens[index]])
+
+
+def sampled_tokens(results: Sequence[RowResult]) -> list[int]:
+    """The last token of each row's result, -1 where it has none."""
+    if isinstance(results, SampledTokens):
+        return results.tokens
+    return [result.tokens[-1] if result.tokens else -1 for result in results]
+
+
+def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> Sequence[RowResult]:
     """Merge the cp ranks' results into one per row.
 
     Args:
         plan: the executed plan.
         by_cp_rank: arrays [result_len, result_width].
     """
+    if are_single(plan):
+        tokens = np.empty(len(plan.rows), np.int64)
+        for rank, part in enumerate(by_cp_rank):
+            tokens[rank :: len(by_cp_rank)] = part[:, 0]
+        return SampledTokens(tokens.tolist())
     results = [RowResult() for _ in plan.rows]
     scores: dict[int, dict[int, TokenLogprob]] = {}
     behind_drafts: dict[int, list[tuple[int, int, TokenLogprob | None]]] = {}  # position, token, log-probability

@@ -123,7 +123,7 @@ def test_a_heartbeat_is_an_empty_plan_with_an_empty_answer(is_last: bool) -> Non
     assert (beat.step, list(beat.rows), list(beat.admits), beat.is_last) == (7, [], [], is_last)
     for cp in (1, 2, 4):
         assert result_lens(beat, cp_size=cp) == [0] * cp
-        assert read_results(beat, [np.empty((0, result_width(beat)), np.int64)] * cp) == []
+        assert list(read_results(beat, [np.empty((0, result_width(beat)), np.int64)] * cp)) == []
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_answers_of_any_number_of_ranks_join_to_the_same_results(plan: StepPlan,
     counts = result_lens(plan, cp_size=cp)
     assert counts == [len(answer) for answer in answers]
     assert sum(counts) == sum(row.num_targets + (row.output_position >= 0) * (1 + row.num_drafts) for row in plan.rows)
-    assert read_results(plan, answers) == results_of(plan)
+    assert list(read_results(plan, answers)) == results_of(plan)
 
 
 @given(batches(), st.sampled_from([1, 2, 3, 4, 8]))
