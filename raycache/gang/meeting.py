@@ -58,6 +58,7 @@ class Meeting:
             epoch=epoch,
             timeout_s=config.rank_timeout_s,
             leaders=self.leaders,
+            is_on_one_node=all(node == here for node in nodes),
         )
         self.board = AckBoard.create(config.world_size)
 

@@ -28,6 +28,7 @@ from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
 from raycache.parallel.nccl import nccl_of
+from raycache.parallel.node_group import join_on_node
 from raycache.parallel.peer_group import with_peers
 from raycache.parallel.sharding import Coords, Split
 from raycache.parallel.uploads import uploaded
@@ -57,7 +58,7 @@ class GroupHandle:
         name: such as "tp.0"; unique within an epoch.
         kind: "tp", "pp", "cp", "tp_cp", "control" or "boards".
         members: world ranks in group order; `DECIDER` is first in its groups.
-        backend: "gloo" or "nccl".
+        backend: "gloo" or "nccl"; "unix" for the control group of a gang on one node.
         store_host, store_port: of the gang's TCPStore.
         epoch: of the gang; handles of another epoch are rejected.
         timeout_s: timeout of each collective.
@@ -83,18 +84,28 @@ class GroupHandle:
 
 
 def group_handles(
-    split: Split, *, backend: str, store: tuple[str, int], epoch: int, timeout_s: float, leaders: Sequence[int] = ()
+    split: Split,
+    *,
+    backend: str,
+    store: tuple[str, int],
+    epoch: int,
+    timeout_s: float,
+    leaders: Sequence[int] = (),
+    is_on_one_node: bool = False,
 ) -> dict[str, GroupHandle]:
     """All groups of a gang, by name: control, one per row of each axis, and one per leader of a node.
 
     A leader relays the board of its node to the decider; the decider's node has none.
+
+    Args:
+        is_on_one_node: whether all ranks run on the decider's node.
     """
     world = tuple(range(split.world_size))
 
     def handle(name: str, kind: str, members: tuple[int, ...], group_backend: str) -> GroupHandle:
         return GroupHandle(name, kind, members, group_backend, store[0], store[1], epoch, timeout_s)
 
-    handles = [handle("control", "control", (DECIDER, *world), "gloo")]
+    handles = [handle("control", "control", (DECIDER, *world), "unix" if is_on_one_node else "gloo")]
     for axis in ("tp", "pp", "cp"):
         rows = sorted({split.axis_members(axis, rank) for rank in world})
         handles += [handle(f"{axis}.{row[0]}", axis, row, backend) for row in rows]
@@ -175,13 +186,15 @@ def build_group(
     tcp = meeting if meeting is not None else come_to(handle, member=member)
     store = PrefixStore(f"{handle.epoch}/{handle.name}", tcp)
     try:
+        if handle.backend == "unix":
+            return join_on_node(store, index, size, timeout_s=handle.timeout_s)
         if handle.backend == "gloo":
             num_threads = _CONTROL_THREADS if (handle.kind, member) == ("control", DECIDER) else None
             gloo = _gloo(store, index, size, timeout, host, num_threads)
             return TorchGroup(gloo, rank=index, size=size, direct_bytes=_DIRECT_BYTES)
         peers = introduce(Peer(member, host, gpu_id(device)), handle.members, store=store, group=handle.name)
         made = _nccl(store, index, size, timeout, device)
-    except RuntimeError as cause:
+    except (RuntimeError, OSError) as cause:
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
     connect(made, device, handle=handle, me=member, peers=peers)
     group = TorchGroup(made, rank=index, size=size, transport="NCCL", nccl=nccl_of(made))
@@ -271,7 +284,7 @@ class ParallelContext:
         device: of weights, cache and activations.
         tp, pp, cp: this rank's group of each axis.
         tp_cp: all ranks of this rank's stage, if it is split over both tp and cp.
-        control: decider (index 0) and all ranks, gloo.
+        control: decider (index 0) and all ranks, gloo or Unix sockets.
     """
 
     split: Split

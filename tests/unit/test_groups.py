@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import MagicMock
@@ -300,14 +301,25 @@ def test_a_peer_that_is_silent_is_lost_at_the_deadline(store: Store) -> None:
 
 # --- the wire of plans and answers ------------------------------------------------------------------------------------
 
+in_both_ways = pytest.mark.parametrize("is_on_one_node", [False, True])
+
+
+def control_handle(split: Split, store: Store, *, is_on_one_node: bool) -> GroupHandle:
+    return group_handles(
+        split, backend="gloo", store=store.address, epoch=1, timeout_s=20, is_on_one_node=is_on_one_node
+    )["control"]
+
 
 @pytest.mark.parametrize("num_tokens", [1, FRAME // 4 - 10, FRAME // 4, 40_000])
-def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: Store, num_tokens: int) -> None:
+@in_both_ways
+def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(
+    store: Store, is_on_one_node: bool, num_tokens: int
+) -> None:
     split = Split(tp=2, cp=2)
     tokens = np.random.default_rng(0).integers(0, 2**31 - 1, num_tokens).astype("<i4").tobytes()
     row = Row(0, 0, tokens, output_position=0)
     plans = [StepPlan(step, [row, row]) for step in (1, 2, 3)]
-    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
+    handle = control_handle(split, store, is_on_one_node=is_on_one_node)
 
     def work(group: Group, member: int) -> Any:
         if member == DECIDER:
@@ -332,10 +344,13 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: S
     assert answers == [[[[100]], [[102]]]] * 3
 
 
-def test_ranks_exchange_something_at_different_times_while_a_long_plan_arrives(store: Store) -> None:
+@in_both_ways
+def test_ranks_exchange_something_at_different_times_while_a_long_plan_arrives(
+    store: Store, is_on_one_node: bool
+) -> None:
     """As draft models do: rank 0 begins when no plan has come, the others when its first part has."""
     split = Split(tp=4)
-    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
+    handle = control_handle(split, store, is_on_one_node=is_on_one_node)
     meeting = threading.Barrier(4, timeout=10)
     may_send, plan = threading.Event(), StepPlan(1, [Row(0, 0, bytes(3 * FRAME), output_position=0)])
 
@@ -366,9 +381,10 @@ def test_ranks_exchange_something_at_different_times_while_a_long_plan_arrives(s
     assert [None if each is None else each.pack() for each in together(handle, work)] == [None] + 4 * [plan.pack()]
 
 
-def test_an_answer_to_another_step_is_a_lost_rank(store: Store) -> None:
+@in_both_ways
+def test_an_answer_to_another_step_is_a_lost_rank(store: Store, is_on_one_node: bool) -> None:
     split = Split()
-    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
+    handle = control_handle(split, store, is_on_one_node=is_on_one_node)
 
     def work(group: Group, member: int) -> None:
         if member == DECIDER:
@@ -383,9 +399,12 @@ def test_an_answer_to_another_step_is_a_lost_rank(store: Store) -> None:
     together(handle, work)
 
 
-def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_taken(store: Store) -> None:
+@in_both_ways
+def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_taken(
+    store: Store, is_on_one_node: bool
+) -> None:
     split = Split(pp=3)
-    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
+    handle = control_handle(split, store, is_on_one_node=is_on_one_node)
     plans = [StepPlan(step) for step in range(1, 10)]
 
     def work(group: Group, member: int) -> list[int]:
@@ -449,8 +468,9 @@ def test_nothing_is_left_in_the_default_group_of_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_a_rank_that_takes_no_plan_does_not_keep_later_ones_from_the_others(store: Store) -> None:
-    handle = GroupHandle("control", "control", (DECIDER, 0, 1), "gloo", *store.address, 1, 10)
+@in_both_ways
+def test_a_rank_that_takes_no_plan_does_not_keep_later_ones_from_the_others(store: Store, is_on_one_node: bool) -> None:
+    handle = replace(control_handle(Split(tp=2), store, is_on_one_node=is_on_one_node), timeout_s=10)
     has_all = threading.Event()
 
     def work(group: Group, rank: int) -> list[int]:
