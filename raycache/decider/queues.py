@@ -194,6 +194,7 @@ class RequestQueues:
         self._cache.check([run.holding for run in self.running])
         self.waiting.check()
         slots = [run.slot for run in self.running]
+        assert self.running == sorted(self.running, key=_order), "running requests are out of order"
         assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or used twice"
         for run in self.running:
             assert run.request.run is run, "two runs of one request"

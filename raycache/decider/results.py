@@ -37,14 +37,15 @@ class Results:
         is_whole = not batch.loads or acks.bad_load < batch.loads[0]
         outputs = []
         others, tokens = batch.rows.others, sampled_tokens(results)
-        for i, run in enumerate(batch.runs):
+        for i, (run, row, token) in enumerate(zip(batch.runs, batch.rows.tokens, tokens, strict=True)):
             run.num_in_flight -= 1
             run.request.num_losses = 0
             if run.request.phase is Phase.FINISHED:
                 self.queues.release(run)
                 continue
             if i not in others:
-                output = self._take_token(run, tokens[i])
+                assert row[1] == run.num_computed, "a gap between rows"
+                output = self._take_token(run, token)
             elif run.holding.load is None or self._take_load(run, is_whole=is_whole, bad_load=acks.bad_load):
                 output = self._take_row(run, others[i], results[i])
             else:
@@ -138,7 +139,7 @@ class Results:
         output = request.output(*tokens, logprobs=entries, reason=reason)
         if reason is not None:
             self.queues.finish(request, reason)
-        elif not (self.drafted.most or self.cache.has_points):
+        elif run.steady is None and not (self.drafted.most or self.cache.has_points):
             run.steady = Steady.of(request, stops=self.drafted.stops(request))
         return output
 

@@ -117,10 +117,9 @@ class AckBoard:
 
     def acks(self) -> Acks:
         """Progress of page moves. Failures are read last: they are posted before the watermark that covers them."""
-        saves, loads = self.low(Lane.SAVES), self.low(Lane.LOADS)
-        bad_save, bad_load, load_us, save_us = (
-            int(self.lines[:, lane].max()) for lane in (Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US, Lane.SAVE_US)
-        )
+        saves, loads = self.lines[:, Lane.SAVES : Lane.LOADS + 1].min(axis=0).tolist()
+        most = self.lines[:, Lane.BAD_SAVE : Lane.SAVE_US + 1].max(axis=0)
+        bad_save, bad_load, load_us, save_us = most.tolist()
         return Acks(saves, loads, bad_save, bad_load, load_us / 1e6, save_us / 1e6)
 
     def post_moves(self, rank: int, lane: str, number: int, has_failed: bool, /) -> None:

@@ -154,7 +154,7 @@ class NodeGroup(Group):
         while transfer.left:
             ready = self._ready(line, timeout_s=deadline - time.monotonic())
             if not ready:
-                raise self._lost(TimeoutError(f"nothing came within {self._timeout_s:.0f} s"))
+                raise self._lost(TimeoutError(f"nothing moved within {self._timeout_s:.0f} s"))
             for each in ready:
                 self._move(each)
 

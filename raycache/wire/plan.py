@@ -1,4 +1,4 @@
-"""One numbered step, the only message from the decider to the ranks, and its results.
+"""One numbered step, the only message from the decider to the ranks.
 
 Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling state), so a plan has changes only:
 
@@ -14,6 +14,8 @@ Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling 
     StepPlan 18
               slot 6: position 41 or up to 3 later, fed             as many later as drafts are accepted in step 17
                       3 drafts, fed                                 those drafted there
+
+Rows that are a token in and a token out, like those of slots 0 and 5, are sent in columns.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from raycache.parallel.sharding import Split
 from raycache.storage.base import HEADER_BYTES, pack_object
 from raycache.storage.file import FileStorage
 from raycache.types import SamplingParams
-from raycache.wire.plan import Admit, Row, StepPlan
+from raycache.wire.plan import UNKNOWN, Admit, Row, Rows, StepPlan
 
 FMT = CacheFormat("bfloat16")
 COMPONENTS = (
@@ -142,4 +142,7 @@ def test_plans_on_the_wire() -> None:
         loads=[Moves.of(4, [Unit("state", 0, 1, 2**63)])],
         is_saved_first=True,
     )
-    assert digest(plan.pack()) == "b8cdd7a6dc3f4f20"
+    assert digest(plan.pack()) == "1cc4ce274da00127"
+    rows = Rows(plan.rows)
+    rows.tokens += [(4, 90, TOKENS[:4], 7), (5, 2**33, UNKNOWN, 0)]
+    assert digest(StepPlan(10, rows).pack()) == "085318b79388cc91"
