@@ -6,6 +6,7 @@ value of another kind.
     {-3: [class, value]}                                StrEnum
     {-4: [class, args, attributes]}                     error
     {-5: columns}                                       tuple of TokenLogprob: a prompt of 65,536 tokens has as many
+    {-6: [request id, tokens, value, ...]}              increment of tokens only: there is one per stream and step
     extension 1                                         array of int32, as it is in memory
 
 A class is its number below. Nothing that comes can name code to run: there are no other classes.
@@ -28,7 +29,7 @@ from raycache import errors
 from raycache.errors import RayCacheError
 from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
 
-_TUPLE, _RECORD, _ENUM, _ERROR, _LOGPROBS = -1, -2, -3, -4, -5
+_TUPLE, _RECORD, _ENUM, _ERROR, _LOGPROBS, _TOKENS = -1, -2, -3, -4, -5, -6
 _ARRAY = 1
 
 _RECORDS: tuple[type[Any], ...] = (RequestOutput, GenerateRequest, SamplingParams)
@@ -76,6 +77,8 @@ def unpack(packed: bytes) -> Any:
 def _plain(value: Any) -> Any:
     """What stands for a value that msgpack does not know."""
     kind = type(value)
+    if kind is RequestOutput and _has_only_tokens(value):
+        return {_TOKENS: _plain_tokens(value)}
     if (number := _RECORD_NUMBERS.get(kind)) is not None:
         record: list[Any] = [number]
         for at, (name, default) in enumerate(_FIELDS[number]):
@@ -104,12 +107,44 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{kind.__name__} is no part of a message")
 
 
+def _has_only_tokens(output: RequestOutput) -> bool:
+    return (
+        output.finish_reason is None
+        and output.logprobs is None
+        and output.prompt_logprobs is None
+        and output.error is None
+    )
+
+
+def _plain_tokens(output: RequestOutput) -> list[Any]:
+    return [
+        output.request_id,
+        list(output.token_ids),
+        output.cached_tokens,
+        output.cut_by,
+        dict(output.cached_by_tier),
+        output.miss.value,
+        output.queued_s,
+        output.num_starts,
+        output.drafted_tokens,
+        output.accepted_tokens,
+    ]
+
+
+def _tokens(request_id: str, token_ids: list[int], cached_len: int, cut_by: str, *rest: Any) -> RequestOutput:
+    by_tier, miss, *numbers_of = rest
+    told = (cached_len, cut_by, by_tier, Miss(miss), *numbers_of)
+    return RequestOutput(request_id, tuple(token_ids), None, None, None, *told)
+
+
 def _from_map(found: dict[Any, Any]) -> Any:
     if len(found) != 1:
         return found
     ((key, parts),) = found.items()
     if key == _TUPLE:
         return tuple(parts)
+    if key == _TOKENS:
+        return _tokens(*parts)
     if key == _RECORD:
         names = _FIELDS[parts[0]]
         return _RECORDS[parts[0]](**{names[at][0]: each for at, each in zip(parts[1::2], parts[2::2], strict=True)})

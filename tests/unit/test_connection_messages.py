@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +55,8 @@ SENT = [
         miss=Miss.STATE_MISSING,
         queued_s=0.1,
     ),
+    RequestOutput("e", (7,), None, None, None, 16, "state", {"host": 16}, Miss.STATE_MISSING, 0.1, 2, 5, 3),
+    RequestOutput("f", (7,), cached_by_tier=MappingProxyType({"host": 16})),
     RequestOutput("d", finish_reason=FinishReason.ERROR, error="out of memory", prompt_logprobs=(None,), logprobs=()),
 ]
 
@@ -111,6 +114,15 @@ def test_nothing_else_can_be_sent(make: Callable[[], Any]) -> None:
 def test_what_is_no_message_is_refused(packed: bytes) -> None:
     with pytest.raises(ValueError):  # msgpack's own errors derive from it
         unpack(packed)
+
+
+def test_fields_of_an_increment_are_sent_each_in_its_place() -> None:
+    """By the names of the fields: a new one must not be lost."""
+    values = {field.name: f"value of {field.name}" for field in fields(RequestOutput)}
+    values |= {"token_ids": (1,), "miss": Miss.TIMEOUT, "cached_by_tier": {"host": 1}}
+    values |= dict.fromkeys(("logprobs", "prompt_logprobs", "finish_reason", "error"))
+    sent: Any = RequestOutput(**values)
+    assert unpack(pack(sent)) == sent
 
 
 def test_the_logprobs_of_a_long_prompt_travel_as_columns() -> None:
