@@ -202,7 +202,10 @@ def _gather(store: Any, size: int, *, timeout_s: float) -> dict[int, socket.sock
                     raise
                 continue
             connection.settimeout(timeout_s)
-            found[int.from_bytes(connection.recv(4), "little")] = connection
+            index = connection.recv(4)
+            if len(index) < 4:
+                raise ConnectionResetError("a rank has left before all have joined")
+            found[int.from_bytes(index, "little")] = connection
     for connection in found.values():
         connection.sendall(b"\0")
     return dict(sorted(found.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from raycache.errors import RankLostError
+from raycache.parallel import node_group
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, GroupHandle, Store, build_group, group_handles
 from raycache.parallel.node_group import DIRECTORY, NodeGroup
@@ -174,6 +176,26 @@ def test_a_member_that_does_not_come_is_missed_at_the_deadline(store: Store, mis
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(member, [rank for rank in handle.members if rank != missing]))
     assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_leaves_before_it_has_joined_is_missed_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(path: str, index: int, *, timeout_s: float) -> socket.socket:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(path)
+        raise ConnectionResetError("gone")
+
+    handle, begin_s = handle_of(store, size=1), time.monotonic()
+    monkeypatch.setattr(node_group, "_visit", leave)
+
+    def member(rank: int) -> None:
+        with pytest.raises(RankLostError):
+            join(handle, rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(member, handle.members))
+    assert time.monotonic() - begin_s < 10  # of a deadline of 20
 
 
 def test_a_decider_whose_meeting_point_is_closed_waits_for_nobody(store: Store) -> None:
