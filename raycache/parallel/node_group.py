@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch import Tensor
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Group, Started
 
-DIRECTORY = Path("/dev/shm")
+DIRECTORY = "/dev/shm"
 _KEY = "socket"
 _LOOK_S = 0.2
 """Interval at which a decider that waits for ranks looks whether the meeting point is still there."""
