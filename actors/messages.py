@@ -131,9 +131,16 @@ def _plain_tokens(output: RequestOutput) -> list[Any]:
     ]
 
 
-def _tokens(request_id: str, token_ids: list[int], cached_len: int, cut_by: str, *rest: Any) -> RequestOutput:
-    by_tier, miss, *numbers_of = rest
-    told = (cached_len, cut_by, by_tier, Miss(miss), *numbers_of)
+def _tokens(
+    request_id: str,
+    token_ids: list[int],
+    cached_len: int,
+    cut_by: str,
+    by_tier: dict[str, int],
+    miss: str,
+    *numbers: Any,
+) -> RequestOutput:
+    told = (cached_len, cut_by, by_tier, Miss(miss), *numbers)
     return RequestOutput(request_id, tuple(token_ids), None, None, None, *told)
 
 

@@ -162,7 +162,7 @@ class TimedExecutor(GangExecutor):
     """The executor of a gang, with its time told."""
 
     def __init__(self, control: Group, spent: Spent, *, split: Split, board: AckBoard, plans_ahead: bool) -> None:
-        super().__init__(TimedGroup(control, spent), split=split, board=board, plans_ahead=plans_ahead)
+        super().__init__(TimedGroup(control, spent), split=split, board=board, timeout_s=60.0, plans_ahead=plans_ahead)
         self._spent = spent
 
     def submit(self, plan: StepPlan) -> None:

@@ -149,7 +149,7 @@ class RequestQueues:
         """Return the last run in order that has no row in flight or in the plan that is being made."""
         order = behind.spec.order
         free = [run for run in self.running if not run.num_in_flight and run.request.spec.order > order]
-        return max(free, key=_order, default=None)
+        return free[-1] if free else None
 
     def finish(self, request: Request, reason: FinishReason) -> RequestOutput:
         """End a request; one in flight keeps its pages until its last row completes.

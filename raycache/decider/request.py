@@ -32,6 +32,10 @@ from raycache.wire.plan import NO_PAGES, UNKNOWN, Row
 _LOST = "the ranks were lost each time this request ran"
 
 
+Told = tuple[int, str, Mapping[str, int], Miss, float, int, int, int]
+"""Fields of a `RequestOutput` behind `finish_reason`, but for the error."""
+
+
 class Phase(Enum):
     """Where a request is in its life."""
 
@@ -223,7 +227,7 @@ class Request:
         )
 
     @property
-    def told(self) -> tuple[int, str, Mapping[str, int], Miss, float, int, int, int]:
+    def told(self) -> Told:
         """Fields of a `RequestOutput` that change with a request's starts and draft tokens only."""
         report, drafts = self.report, self.drafts
         return (
@@ -253,14 +257,12 @@ class Steady:
     prompt_len: int
     stops: frozenset[int]
     max_bytes: int
-    told: tuple[int, str, Mapping[str, int], Miss, float, int, int, int]
+    told: Told
 
     @classmethod
-    def of(cls, request: Request, *, stops: frozenset[int]) -> Steady | None:
-        """Of a request that has output, and for which nothing is drafted; None if it wants more than tokens."""
+    def of(cls, request: Request, *, stops: frozenset[int]) -> Steady:
+        """Of a request that has output."""
         spec = request.spec
-        if request.grammar is not None or request.wanted_tops:
-            return None
         return cls(spec.request_id, spec.prompt_len, stops, 4 * spec.max_len, request.told)
 
 

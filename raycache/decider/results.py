@@ -12,7 +12,7 @@ from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.hits import Hits
 from raycache.decider.queues import Clock, RequestQueues
-from raycache.decider.request import Phase, Run, Steady
+from raycache.decider.request import Phase, Request, Run, Steady
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, RequestOutput, TokenLogprob
@@ -139,9 +139,14 @@ class Results:
         output = request.output(*tokens, logprobs=entries, reason=reason)
         if reason is not None:
             self.queues.finish(request, reason)
-        elif run.steady is None and not (self.drafted.most or self.cache.has_points):
+        elif run.steady is None and self._is_steady(request):
             run.steady = Steady.of(request, stops=self.drafted.stops(request))
         return output
+
+    def _is_steady(self, request: Request) -> bool:
+        """Whether every further row of a request is a token in and a token out."""
+        has_more = request.grammar is not None or bool(request.wanted_tops)
+        return not (has_more or self.drafted.most or self.cache.has_points)
 
 
 def _trim(entry: TokenLogprob, count: int) -> TokenLogprob:

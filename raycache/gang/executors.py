@@ -11,8 +11,9 @@ from threading import Thread
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.errors import RankLostError
 from raycache.gang.watch import RankProcesses, RankWatch
-from raycache.parallel.board import AckBoard, Acks
+from raycache.parallel.board import AckBoard, Acks, Lane
 from raycache.parallel.collectives import Group
+from raycache.parallel.node_group import NodeGroup
 from raycache.parallel.relay import BoardReceiver
 from raycache.parallel.sharding import Split
 from raycache.rank.pending_result import Pending
@@ -21,6 +22,7 @@ from raycache.wire.control import broadcast_masks, broadcast_plan, receive_resul
 from raycache.wire.plan import Masks, StepPlan
 from raycache.wire.results import RowResult, read_results
 
+_POLL_S = 0.001
 _BLAME_S = 1.0
 """How long to wait for a process to end, or for survivors of a lost gang to report a lost peer; a rank that reports
 nothing is blamed."""
@@ -83,6 +85,7 @@ class GangExecutor:
         control: the decider's end of the control group.
         split: how the model is split over the gang's ranks.
         board: progress of the ranks.
+        timeout_s: how long a rank may take for a plan.
         plans_ahead: whether to send a plan to a single stage while it works on another.
         receivers: receive the boards of other nodes.
     """
@@ -93,12 +96,14 @@ class GangExecutor:
         *,
         split: Split,
         board: AckBoard,
+        timeout_s: float,
         plans_ahead: bool = False,
         receivers: Sequence[BoardReceiver] = (),
     ) -> None:
         self.control = control
         self._split = split
         self._board = board
+        self._timeout_s = timeout_s
         self._receivers = receivers
         self._watch: RankWatch | None = None
         self._step = 0
@@ -129,10 +134,21 @@ class GangExecutor:
             answers = receive_results(plan, self.control, split=self._split)
             for sent in self._sending[0]:
                 sent()
+            if not plan.rows:
+                self._wait_for_all(plan.step)
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
         self._sending.popleft()
         return read_results(plan, answers)
+
+    def _wait_for_all(self, step: int) -> None:
+        """Wait until all ranks have run a heartbeat. Those that return no results, and compute nothing with others that
+        do, show in no other way that they still take plans."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._board.low(Lane.STEP) < step:
+            if time.monotonic() > deadline or (self._watch is not None and self._watch.is_over):
+                raise RankLostError(-1, "unknown", step, f"a rank ran no plan within {self._timeout_s:.0f} s")
+            time.sleep(_POLL_S)
 
     def acks(self) -> Acks:
         if any(receiver.is_over for receiver in self._receivers):
@@ -153,7 +169,9 @@ class GangExecutor:
         self._stop_watching()
         for receiver in self._receivers:
             receiver.close()
-        if self._sending:
+        if isinstance(self.control, NodeGroup):
+            self.control.close()
+        elif self._sending:
             # Whoever drops the last reference to a process group waits for what it still sends: until the deadline, if
             # a rank hangs. So a thread of its own holds one until then.
             Thread(target=_end, args=(self.control, list(self._sending)), name="abandoned plans", daemon=True).start()

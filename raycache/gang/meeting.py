@@ -103,6 +103,7 @@ class Meeting:
             control,
             split=self._config.split,
             board=self.board,
+            timeout_s=self._config.rank_timeout_s,
             plans_ahead=self._config.plans_ahead(device_type=self._device_type),
             receivers=receivers,
         )

@@ -1,8 +1,7 @@
 """Wakes the decider when a rank's process dies, whatever it is waiting for.
 
 A process that ends closes its connections, which wakes only the processes that wait for it. The decider may be waiting
-for results of another rank, which itself waits for a plan whose broadcast stopped at the dead one: without a watch both
-would wait until their deadline.
+for results of another rank, which itself waits for the dead one in a collective without a deadline.
 """
 
 from __future__ import annotations
@@ -59,6 +58,11 @@ class RankWatch:
         """
         self._has_looked.wait(timeout_s)
         return self._lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a process has ended, and the others are being killed."""
+        return self._has_looked.is_set()
 
     def _run(self) -> None:
         self._ranks.wait()

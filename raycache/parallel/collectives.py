@@ -28,7 +28,7 @@ class Started:
 
     Args:
         wait: raises RankLostError.
-        is_done: whether it has ended, successfully or not; does not block.
+        is_done: whether it has ended, successfully or not; does not block. May raise RankLostError.
     """
 
     def __init__(self, wait: Callable[[], None], is_done: Callable[[], bool]) -> None:

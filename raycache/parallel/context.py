@@ -194,8 +194,10 @@ def build_group(
             return TorchGroup(gloo, rank=index, size=size, direct_bytes=_DIRECT_BYTES)
         peers = introduce(Peer(member, host, gpu_id(device)), handle.members, store=store, group=handle.name)
         made = _nccl(store, index, size, timeout, device)
-    except (RuntimeError, OSError) as cause:
+    except (RuntimeError, TimeoutError) as cause:
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
+    except OSError as cause:
+        raise RankLostError(member, handle.name, -1, f"group did not form: {cause}") from cause
     connect(made, device, handle=handle, me=member, peers=peers)
     group = TorchGroup(made, rank=index, size=size, transport="NCCL", nccl=nccl_of(made))
     if not has_peer_memory or any(peer.host != host for peer in peers):

@@ -11,22 +11,20 @@ the socket and whoever waits: several times as many switches between processes. 
 from __future__ import annotations
 
 import os
+import secrets
 import select
-import shutil
 import socket
-import tempfile
+import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Group, Started
 
-DIRECTORY = "/dev/shm"
 _KEY = "socket"
 _LOOK_S = 0.2
 """Interval at which a decider that waits for ranks looks whether the meeting point is still there."""
@@ -78,7 +76,8 @@ class _Line:
 
 
 class NodeGroup(Group):
-    """Broadcasts from member 0, and sends between it and each other member. Has no other collectives.
+    """Broadcasts from member 0, and sends between it and each other member; other collectives raise AssertionError. Not
+    for several threads at once.
 
     Args:
         connections: member -> connection; of other members than 0, to member 0 only.
@@ -107,6 +106,11 @@ class NodeGroup(Group):
                 part()
 
         return Started(wait, lambda: all([part.is_done() for part in parts]))
+
+    def all_reduce(self, tensor: Tensor) -> NoReturn:
+        raise AssertionError("members other than 0 are not connected with each other")
+
+    all_gather = all_to_all = all_reduce
 
     def send(self, tensor: Tensor, *, to: int) -> None:
         self.isend(tensor, to=to)()
@@ -153,12 +157,12 @@ class NodeGroup(Group):
         while transfer.left:
             ready = self._ready(line, timeout_s=deadline - time.monotonic())
             if not ready:
-                raise self._lost(TimeoutError(f"nothing moved within {self._timeout_s:.0f} s"))
+                raise self._lost(TimeoutError(f"not done within {self._timeout_s:.0f} s"))
             for each in ready:
                 self._move(each)
 
     def _ready(self, line: _Line, *, timeout_s: float) -> list[_Line]:
-        """Wait for a line, others that send, and members that leave while something of them is expected."""
+        """Wait for a line, others that are sent to, and members that leave while something of them is expected."""
         poll, by_number = select.poll(), {}
         for each in self._lines.values():
             if each.sending or each.receiving:
@@ -188,47 +192,56 @@ def join_on_node(store: Any, index: int, size: int, *, timeout_s: float) -> Node
 
 
 def _gather(store: Any, size: int, *, timeout_s: float) -> dict[int, socket.socket]:
-    deadline = time.monotonic() + timeout_s
-    found: dict[int, socket.socket] = {}
-    with _listening(size) as listener:
-        store.set(_KEY, listener.getsockname())
-        while len(found) < size - 1:
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                store.check([_KEY])
-                if time.monotonic() > deadline:
-                    raise
-                continue
-            connection.settimeout(timeout_s)
+    deadline, connections = time.monotonic() + timeout_s, list[socket.socket]()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            # An abstract name (unix(7)): no file is left of it.
+            name = f"raycache-control-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(size)
+            listener.settimeout(_LOOK_S)
+            store.set(_KEY, name)
+            while len(connections) < size - 1:
+                try:
+                    connections.append(listener.accept()[0])
+                    _require_own(connections[-1])
+                except TimeoutError:
+                    store.check([_KEY])
+                    if time.monotonic() > deadline:
+                        raise
+        found = {}
+        for connection in connections:
+            connection.settimeout(max(_LOOK_S, deadline - time.monotonic()))
             index = connection.recv(4)
             if len(index) < 4:
                 raise ConnectionResetError("a rank has left before all have joined")
             found[int.from_bytes(index, "little")] = connection
-    for connection in found.values():
-        connection.sendall(b"\0")
+        for connection in connections:
+            connection.sendall(b"\0")
+    except BaseException:  # an interrupt, too: those who have joined would wait
+        for connection in connections:
+            connection.close()
+        raise
     return dict(sorted(found.items()))
 
 
-@contextmanager
-def _listening(size: int) -> Iterator[socket.socket]:
-    """A socket for members of this user."""
-    folder = tempfile.mkdtemp(prefix=f"raycache-{os.getpid()}-", dir=DIRECTORY)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(f"{folder}/control")
-            listener.listen(size)
-            listener.settimeout(_LOOK_S)
-            yield listener
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _visit(path: str, index: int, *, timeout_s: float) -> socket.socket:
+def _visit(name: str, index: int, *, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    connection.connect(path)
-    connection.sendall(index.to_bytes(4, "little"))
-    if not connection.recv(1):
-        raise ConnectionResetError("the decider has left before all ranks have joined")
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(f"\0{name}")
+        _require_own(connection)
+        connection.sendall(index.to_bytes(4, "little"))
+        if not connection.recv(1):
+            raise ConnectionResetError("the decider has left before all ranks have joined")
+    except BaseException:
+        connection.close()
+        raise
     return connection
+
+
+def _require_own(connection: socket.socket) -> None:
+    """Raise PermissionError unless a process of this user is at the other end."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        raise PermissionError(f"a process of user {user} is at the other end of the control group's socket")

@@ -33,7 +33,7 @@ def broadcast_plan(plan: StepPlan, control: Group) -> Callable[[], None]:
     its results are received. With several plans in flight, a decider that waited here would deadlock.
 
     Returns:
-        A function to call once the plan's results have arrived; raises RankLostError if a rank did not receive it.
+        A function to call once the plan's results have arrived; raises RankLostError if a rank cannot receive it.
     """
     packed = plan.pack()
     frame = np.zeros(FRAME, np.uint8)

@@ -209,6 +209,14 @@ class Rows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return iter(self._made())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Rows({self._made()!r})"
+
     def _made(self) -> list[Row]:
         """All rows as `Row`, made when somebody asks for them."""
         if len(self._all) < len(self.tokens):

@@ -28,7 +28,7 @@ from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
 from raycache.wire.plan import NO_MASKS, UNKNOWN, Admit, Masks, Row, StepPlan, unknown_drafts
-from raycache.wire.results import RowResult
+from raycache.wire.results import RowResult, SampledTokens, are_single
 from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin_host import Content, TwinHost, TwinMover
 
@@ -137,13 +137,14 @@ class TwinExecutor:
     def _has_masks(self, plan: StepPlan) -> bool:
         return not plan.mask_len or plan.step in self._masks
 
-    def collect(self, plan: StepPlan) -> list[RowResult]:
+    def collect(self, plan: StepPlan) -> Sequence[RowResult]:
         if self.is_lost:
             raise RankLostError(1, "pp=0 cp=0 tp=1", plan.step, "killed by the test")
         if not self._done:
             self._catch_up(most=1)
         assert self._waiting.popleft()[0] is plan, "plans are collected in order"
-        return self._done.popleft()
+        results = self._done.popleft()
+        return SampledTokens([result.tokens[0] for result in results]) if are_single(plan) else results
 
     def acks(self) -> Acks:
         return self.mover.acks()

@@ -34,7 +34,7 @@ def _wait(is_over: Event) -> None:
 
 
 def executor(group: Group, folder: Path) -> GangExecutor:
-    return GangExecutor(group, split=Split(), board=AckBoard.create(1, directory=folder))
+    return GangExecutor(group, split=Split(), board=AckBoard.create(1, directory=folder), timeout_s=60.0)
 
 
 def test_the_group_of_a_lost_gang_is_held_until_it_has_sent_what_it_sends(tmp_path: Path) -> None:
