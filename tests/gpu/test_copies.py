@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from raycache.config import Config
-from raycache.gang.processes import RankProcess, meet_here
 from raycache.memory.component import FULL, kv
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.copy_exchange import CopyExchange
 from raycache.parallel.peer_group import PeerGroup
-from raycache.rank.member import Invitation
+from tests.gpu import peer_ranks
+from tests.gpu.peer_ranks import Work, num_ranks
 from tests.oracle.attention import Batch, Case, Seat
 
 pytestmark = [
@@ -27,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs"),
 ]
 
-Work = Callable[[ParallelContext], Any]
 MAX_TOKENS = 8192
 HEADS, KEY_HEADS, DIM = 32, 8, 128
 STEPS = {
@@ -42,36 +39,15 @@ ERROR = 0.004
 """Of results merged in another order, in bfloat16."""
 
 
-def each_rank(work: str, *, timeout_s: float = 60.0) -> list[Any]:
-    """What a function of this module returns on every rank, each in a process of its own."""
-    size = min(torch.cuda.device_count(), 4)
-    config = Config(model="none", cp=size, dummy_weights=True, rank_timeout_s=timeout_s)
-    meeting, invitations = meet_here(config, device_type="cuda")
-    ranks = [RankProcess(run_rank, invitation) for invitation in invitations]
-    try:
-        for rank in ranks:
-            rank.send(work)
-        return [rank.receive() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
-        meeting.board.unlink()
+def each_rank(work: Work, *, timeout_s: float = 60.0) -> list[Any]:
+    """What a function of this module returns on every rank, see `peer_ranks`."""
+    return peer_ranks.each_rank(partial(in_group, work), timeout_s=timeout_s, cp=num_ranks())
 
 
-def run_rank(connection: Connection, invitation: Invitation) -> None:
-    work: Work = globals()[connection.recv()]
-    handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
-    spec, device = invitation.spec, torch.device(invitation.spec.device)
-    torch.cuda.set_device(device)
-    split = invitation.config.split
-    ctx = ParallelContext.join(
-        split, rank=spec.rank, host=spec.host, device=device, handles=handles, epoch=1, has_peer_memory=True
-    )
-    assert isinstance(ctx.cp, PeerGroup)
+def in_group(work: Work, ctx: ParallelContext) -> Any:
+    assert isinstance(ctx.cp, PeerGroup), "see the warnings in the log"
     with torch.inference_mode():
-        connection.send(work(ctx))
-    connection.recv()
+        return work(ctx)
 
 
 def copies_of(ctx: ParallelContext, area_bytes: int) -> CopyExchange:
@@ -183,14 +159,14 @@ def largest_differences(ctx: ParallelContext) -> dict[str, float]:
 
 
 def test_messages_of_all_sizes_arrive_whole() -> None:
-    assert each_rank("messages_of_random_sizes") == [0] * min(torch.cuda.device_count(), 4)
+    assert each_rank(messages_of_random_sizes) == [0] * num_ranks()
 
 
 def test_a_rank_that_leaves_does_not_wait_for_a_missing_peer() -> None:
-    assert each_rank("seconds_until_a_missing_peer_is_given_up")[0] < 10
+    assert each_rank(seconds_until_a_missing_peer_is_given_up)[0] < 10
 
 
 def test_attention_beside_copies_is_that_beside_nccl() -> None:
-    for found in each_rank("largest_differences"):
+    for found in each_rank(largest_differences):
         print(found)
         assert all(difference < ERROR for difference in found.values()), found

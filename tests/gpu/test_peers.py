@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +15,14 @@ import torch
 from torch import Tensor
 
 from raycache.attention.merge import merge
-from raycache.config import Config
 from raycache.errors import RankLostError
-from raycache.gang.processes import RankProcess, meet_here
 from raycache.layers.embedding import VocabHead
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.lost_peers import reporting_lost_peers
 from raycache.parallel.peer_group import PeerGroup
 from raycache.parallel.sharding import Split
-from raycache.rank.member import Invitation
+from tests.gpu import peer_ranks
+from tests.gpu.peer_ranks import num_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,42 +34,14 @@ VOCABULARIES = (151_936, 129_281, 301)
 Work = Callable[[PeerGroup, torch.device], Any]
 
 
-def each_rank(work: str, *, timeout_s: float = 60.0, sees_one: bool = False) -> list[Any]:
-    """What a function of this module returns on every rank, each in a process of its own.
-
-    Args:
-        sees_one: whether each process sees its own GPU only, as under Ray.
-    """
-    size = min(torch.cuda.device_count(), 4)
-    config = Config(model="none", tp=size, dummy_weights=True, rank_timeout_s=timeout_s)
-    meeting, invitations = meet_here(config, device_type="cuda")
-    ranks = [RankProcess(run_rank, invitation) for invitation in invitations]
-    try:
-        for rank in ranks:
-            rank.send((work, sees_one))
-        return [rank.receive() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
-        meeting.board.unlink()
+def each_rank(work: Work, *, timeout_s: float = 60.0, sees_one: bool = False) -> list[Any]:
+    """What a function of this module returns on every rank, see `peer_ranks`."""
+    return peer_ranks.each_rank(partial(in_group, work), timeout_s=timeout_s, sees_one=sees_one, tp=num_ranks())
 
 
-def run_rank(connection: Connection, invitation: Invitation) -> None:
-    name, sees_one = connection.recv()
-    work: Work = globals()[name]
-    handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
-    spec, device = invitation.spec, torch.device(invitation.spec.device)
-    if sees_one:
-        os.environ["CUDA_VISIBLE_DEVICES"], device = str(device.index), torch.device("cuda:0")
-    torch.cuda.set_device(device)
-    split = invitation.config.split
-    ctx = ParallelContext.join(
-        split, rank=spec.rank, host=spec.host, device=device, handles=handles, epoch=1, has_peer_memory=True
-    )
-    assert isinstance(ctx.tp, PeerGroup)
-    connection.send(work(ctx.tp, device))
-    connection.recv()
+def in_group(work: Work, ctx: ParallelContext) -> Any:
+    assert isinstance(ctx.tp, PeerGroup), "see the warnings in the log"
+    return work(ctx.tp, ctx.device)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int) -> Tensor:
@@ -306,34 +276,34 @@ def _lonely_sum(group: PeerGroup, tensor: Tensor) -> tuple[float, str]:
 
 @pytest.mark.parametrize("sees_one", [False, True], ids=["all GPUs", "one GPU"])
 def test_collectives_of_all_kinds_and_sizes_in_one_memory(sees_one: bool) -> None:
-    found = each_rank("collectives_of_random_sizes", sees_one=sees_one)
-    assert found == [[]] * min(torch.cuda.device_count(), 4)
+    found = each_rank(collectives_of_random_sizes, sees_one=sees_one)
+    assert found == [[]] * num_ranks()
 
 
 def test_large_collectives() -> None:
-    assert each_rank("large_collectives") == [[]] * min(torch.cuda.device_count(), 4)
+    assert each_rank(large_collectives) == [[]] * num_ranks()
 
 
 def test_sums_in_two_shots_have_the_bits_of_sums_in_rank_order() -> None:
-    assert each_rank("sums_in_two_shots") == [[]] * min(torch.cuda.device_count(), 4)
+    assert each_rank(sums_in_two_shots) == [[]] * num_ranks()
 
 
 def test_the_best_of_each_part_is_the_first_of_the_largest_logits() -> None:
-    assert each_rank("wrong_likeliest") == [[]] * min(torch.cuda.device_count(), 4)
+    assert each_rank(wrong_likeliest) == [[]] * num_ranks()
 
 
 def test_recorded_sums_are_right_at_every_replay_and_equal_on_all_members() -> None:
-    found = each_rank("sums_in_a_graph")
+    found = each_rank(sums_in_a_graph)
     assert all(worst < 1e-2 for worst, _ in found)
     assert all(bits == found[0][1] for _, bits in found)
 
 
 @pytest.mark.parametrize(
     "work",
-    ["seconds_until_a_missing_peer_is_noticed", "seconds_until_a_missing_peer_of_a_large_sum_is_noticed"],
+    [seconds_until_a_missing_peer_is_noticed, seconds_until_a_missing_peer_of_a_large_sum_is_noticed],
     ids=["small", "large"],
 )
-def test_a_kernel_that_waits_for_a_missing_peer_ends_at_the_timeout(work: str) -> None:
+def test_a_kernel_that_waits_for_a_missing_peer_ends_at_the_timeout(work: Work) -> None:
     seconds, message = each_rank(work, timeout_s=8)[0]
     assert 7 < seconds < 20, message
     assert "launch failure" in message or "unspecified" in message
