@@ -66,7 +66,8 @@ class ModelShape:
         model: as the project reads it.
         file: config.json.
         plain, routed, head: numbers in its weights: those that every token meets, of routed experts, of the head.
-        plain_bytes, routed_bytes: that these take in memory.
+        last_plain, last_routed: those of the last layer's feed-forward block, which only sampled tokens meet.
+        plain_bytes, routed_bytes: that those take in memory.
         itemsize: bytes of a plain weight and of a cached number.
     """
 
@@ -76,6 +77,8 @@ class ModelShape:
     plain: int
     routed: int
     head: int
+    last_plain: int
+    last_routed: int
     plain_bytes: float
     routed_bytes: float
     itemsize: int
@@ -119,6 +122,8 @@ class ModelShape:
             file,
             plain=sum(sizes.plain.values()),
             routed=sum(sizes.routed.values()),
+            last_plain=sum(size for name, size in sizes.plain.items() if name in sizes.last),
+            last_routed=sum(size for name, size in sizes.routed.items() if name in sizes.last),
             head=sizes.head,
             plain_bytes=sum(size * held.bytes_of(name) for name, size in sizes.plain.items()),
             routed_bytes=sum(size * held.bytes_of(name) for name, size in sizes.routed.items()),
@@ -155,8 +160,10 @@ class ModelShape:
 
     def prefill_flops(self, tokens: int) -> float:
         """Of a prompt of `tokens`, from which one token is sampled: products with weights, and attention."""
-        per_token = 2 * (self.plain + self.routed * self._expert_share)
-        return tokens * per_token + 2 * self.head + sum(self._mixing_flops(part, tokens) for part in self._components)
+        every = 2 * (self.plain + self.routed * self._expert_share)
+        last = 2 * (self.last_plain + self.last_routed * self._expert_share)
+        mixing = sum(self._mixing_flops(part, tokens) for part in self._components)
+        return tokens * (every - last) + last + 2 * self.head + mixing
 
     @property
     def _components(self) -> tuple[Component, ...]:
@@ -225,15 +232,21 @@ class _Held:
 
 _PLAIN = re.compile(r"norm|\.gate\.|router|kv_b_proj|weights_proj|conv1d|A_log")
 """Tensors that are plain in quantised models, and those that are used as numbers."""
+_FEED_FORWARD = re.compile(r"\.(mlp|block_sparse_moe)\.")
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Numbers in the tensors of a model, by name: those that every token meets, of routed experts; and of the head."""
+    """Numbers in the tensors of a model, by name: those that every token meets, of routed experts; and of the head.
+
+    Attributes:
+        last: tensors of the last layer that meet only the tokens to sample after.
+    """
 
     plain: dict[str, int]
     routed: dict[str, int]
     head: int
+    last: frozenset[str]
 
     @classmethod
     def of(cls, model: ModelConfig) -> _Sizes:
@@ -245,7 +258,11 @@ class _Sizes:
         inner = {name: size for name, size in sizes.items() if "embed" not in name and name != "lm_head.weight"}
         routed = {name: size for name, size in inner.items() if ".experts." in name}
         plain = {name: size for name, size in inner.items() if name not in routed}
-        return cls(plain, routed, sizes[head])
+        layer, parts = model.num_layers - 1, components(model, CacheFormat("float32"))
+        mixes = any(layer in part.layers for part in parts)
+        own = (name for name in inner if f"layers.{layer}." in name)
+        last = frozenset(name for name in own if not mixes or _FEED_FORWARD.search(name))
+        return cls(plain, routed, sizes[head], last)
 
 
 def _cut(file: dict[str, Any], layers: int) -> dict[str, Any]:

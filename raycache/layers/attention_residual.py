@@ -63,6 +63,10 @@ class AttentionResidual:
         self._mixer = mixer
         self._starts_block = starts_block
 
+    @property
+    def is_position_wise(self) -> bool:
+        return self._mixer.is_position_wise
+
     def __call__(self, stream: Tensor, run: ForwardPass) -> Tensor:
         """[T, P C] -> [T, P C], in place, or new [T, (P + 1) C]."""
         out = self._mixer(self._norm(self._mixture(stream)), run)

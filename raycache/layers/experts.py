@@ -285,6 +285,8 @@ class SharedExpert:
 class MixtureOfExperts:
     """Routed experts, and the shared expert if there is one; `group` is the tp group."""
 
+    is_position_wise = True
+
     def __init__(
         self,
         router: Router,

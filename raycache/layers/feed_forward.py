@@ -23,6 +23,8 @@ class FeedForward:
         up: for gated activations, gate and up stacked, gate first.
     """
 
+    is_position_wise = True
+
     def __init__(self, up: ColumnLinear, down: RowLinear, *, activation: Activation) -> None:
         self._up = up
         self._down = down

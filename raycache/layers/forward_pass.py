@@ -37,11 +37,21 @@ class ForwardPass:
         positions: int64 [T_local], positions of this rank's new tokens in their sequences.
         records: layers whose inputs are recorded for a draft model.
         recorded: those inputs, [T_local, C] each.
+        wanted: int64 [K], indices of the tokens whose hidden states are used behind the layers; None for all of them.
         selection: tokens that the last indexer has selected, for layers that share them.
     """
 
-    def __init__(self, step: AttentionStep, pool: LayerViews, positions: Tensor, records: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        step: AttentionStep,
+        pool: LayerViews,
+        positions: Tensor,
+        records: Collection[int] = (),
+        *,
+        wanted: Tensor | None = None,
+    ) -> None:
         self.records = records
+        self.wanted = wanted
         self.recorded: list[Tensor] = []
         self.step = step
         self.pool = pool
@@ -59,6 +69,11 @@ class ForwardPass:
 
 class Mixer(Protocol):
     """Attention, feed-forward block or the like, between two residual additions."""
+
+    @property
+    def is_position_wise(self) -> bool:
+        """Whether the result of a token depends on its own input only, and the cache is not used."""
+        ...
 
     def __call__(self, x: Tensor, run: ForwardPass, /) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""

@@ -33,6 +33,8 @@ class GatedAttention:
         qk_norm: applied to query and key heads before rotation.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

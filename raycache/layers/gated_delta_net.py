@@ -127,6 +127,8 @@ class GatedDeltaNet:
         key_shape, value_shape: (Hk, Dk) and (Hv, Dv).
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

@@ -91,6 +91,8 @@ class KimiDeltaAttention:
         shape: H and D.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

@@ -167,6 +167,8 @@ class LatentAttention:
         selector: selects the tokens that each query attends to; None for all before it.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

@@ -91,6 +91,8 @@ class LightningAttention:
         slopes: [H / cp], decay rates of this rank's recurrent heads, at least float32.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

@@ -91,6 +91,8 @@ class Mamba2:
         groups: G and N of this tp rank.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

@@ -39,6 +39,8 @@ class MlpAndExperts:
         group: the tp group.
     """
 
+    is_position_wise = True
+
     def __init__(
         self,
         mlp: FeedForward,
@@ -90,6 +92,8 @@ class ScaledRouter:
 
 class LayerScale:
     """hidden * scale, after a layer; `scale` is [1]."""
+
+    is_position_wise = True
 
     def __init__(self, scale: Tensor) -> None:
         self._scale = scale

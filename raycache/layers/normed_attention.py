@@ -58,6 +58,8 @@ class NormedAttention:
         has_values: if false, values are made from the keys before norm and rotation.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

@@ -44,6 +44,10 @@ class Scaled:
         self._before = before
         self._after = after
 
+    @property
+    def is_position_wise(self) -> bool:
+        return self._mixer.is_position_wise
+
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         out = self._mixer(x if self._before == 1.0 else x * self._before, run)
@@ -59,6 +63,10 @@ class ParallelMixers:
     def __init__(self, first: Mixer, second: Mixer) -> None:
         self._first = first
         self._second = second
+
+    @property
+    def is_position_wise(self) -> bool:
+        return self._first.is_position_wise and self._second.is_position_wise
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""

@@ -191,6 +191,8 @@ class SelfAttention:
         sinks: [num_heads], score of the attention sink of each head.
     """
 
+    is_position_wise = False
+
     def __init__(
         self,
         layer: int,

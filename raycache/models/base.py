@@ -61,7 +61,7 @@ class Model(Protocol):
         ...
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
-        """Run this stage's layers: [T, C] -> new [T, C]."""
+        """Run this stage's layers: [T, C] -> new [T, C], or [K, C] of the tokens that `run.wanted` names."""
         ...
 
     def normed(self, hidden: Tensor) -> Tensor:

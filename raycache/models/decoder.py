@@ -53,6 +53,10 @@ class Residual:
         self._after = after
         self._scale = scale
 
+    @property
+    def is_position_wise(self) -> bool:
+        return self._mixer.is_position_wise
+
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         return _sum(*self.defer(hidden, None, run))
@@ -99,6 +103,8 @@ UNSCALED = Scales()
 class _Skipped:
     """Stands for a part of a layer that is not run."""
 
+    is_position_wise = True
+
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         return hidden
 
@@ -135,6 +141,9 @@ class Decoder:
         self._layer_at = dict(zip(begins, layers, strict=False))
         """Where the parts of each layer begin."""
         self._parts = tuple(part for parts in layers.values() for part in parts)
+        mixing = [index for index, part in enumerate(self._parts) if not part.is_position_wise]
+        self._tail = mixing[-1] + 1 if mixing else 0
+        """Where the parts begin that compute each token by itself."""
         self._signature = signature
         self.embedding = embedding
         self._norm = norm
@@ -192,9 +201,11 @@ class Decoder:
         return hidden * torch.tensor(self._scales.embedding, dtype=hidden.dtype).item()
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
-        """Run this stage's layers: [T, C] -> new [T, C]."""
+        """Run this stage's layers: [T, C] -> new [T, C], or [K, C] of the wanted tokens."""
         delta: Tensor | None = None
         for index, part in enumerate(self._parts):
+            if index == self._tail and run.wanted is not None:
+                hidden, delta = hidden[run.wanted], None if delta is None else delta[run.wanted]
             if run.records and self._layer_at.get(index) in run.records:
                 hidden, delta = _sum(hidden, delta), None
                 run.recorded.append(hidden[:, : self._hidden_size].clone())
@@ -202,7 +213,8 @@ class Decoder:
                 hidden, delta = part.defer(hidden, delta, run)
             else:
                 hidden, delta = part(_sum(hidden, delta), run), None
-        return _sum(hidden, delta)
+        hidden = _sum(hidden, delta)
+        return hidden if run.wanted is None or self._tail < len(self._parts) else hidden[run.wanted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V], at least float32; last stage only."""

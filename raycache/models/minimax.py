@@ -85,6 +85,10 @@ class WeightedResidual:
         self._mixer = mixer
         self._weighting = weighting
 
+    @property
+    def is_position_wise(self) -> bool:
+        return self._mixer.is_position_wise
+
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         normed = self._norm(hidden)

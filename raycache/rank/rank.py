@@ -233,11 +233,11 @@ class Rank:
         )
         if self.last is not None:
             self.last.fill(rows, inputs)
-        hidden, recorded = self._run_stage(inputs, model)
-        if not self.ctx.is_last_stage:
+        hidden, recorded, emitted = self._run_stage(inputs, model)
+        if emitted is None:
             return LaunchedLayers(plan)
         head = head_of(model)
-        part = head.part(model.normed(hidden[inputs.logits]))
+        part = head.part(model.normed(emitted))
         found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=has_all_tokens)
         return replace(found, features=for_draft(hidden, recorded), inputs=inputs)
 
@@ -274,20 +274,29 @@ class Rank:
         for moves in plan.loads:
             self.mover.load(moves)
 
-    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, Sequence[Tensor]]:
-        """Hidden states after this stage's layers, and those recorded for a draft model."""
+    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
+        """Run this stage's layers.
+
+        Returns:
+            Hidden states of all tokens, or only of some if there is no draft model; those recorded for a draft model;
+            and those of the tokens whose logits are computed, None before the last stage.
+        """
+        is_last, wanted = self.ctx.is_last_stage, None
         received = self._link.receive(len(inputs.ids))
         hidden, *before = [None] if received is None else split_rows(received, self._link.widths)
         if self.pieces is not None and model is self.model and self.pieces.can_run(inputs):
             hidden, recorded = self.pieces.forward(inputs, hidden)
         else:
-            records = () if self.config.draft is None else self.config.draft.recorded
-            run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
+            draft = self.config.draft
+            wanted = inputs.wanted if is_last and draft is None else None
+            records = () if draft is None else draft.recorded
+            run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records, wanted=wanted)
             hidden, recorded = model.forward(model.embed(inputs.ids) if hidden is None else hidden, run), run.recorded
         recorded = [*before, *recorded]
-        if not self.ctx.is_last_stage:
+        if not is_last:
             self._link.send([hidden, *recorded])
-        return hidden, recorded
+            return hidden, recorded, None
+        return hidden, recorded, hidden[inputs.logits] if wanted is None else hidden[: len(inputs.logits)]
 
     def _lines(self, layers: LaunchedLayers, tokens: Tensor, drafted: Tensor) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""

@@ -14,15 +14,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.owned_tokens import owned_prefix_lens, owned_slots
 from raycache.parallel.uploads import Uploads
+from raycache.rounding import power_of_2
 from raycache.step import page_tables
 from raycache.step.exchange import Exchange, HeadExchange, TokenExchange, among_all
 from raycache.wire.plan import StepPlan, is_emitted, local_positions
+
+_LEAST_WANTED = 128
+"""Fewer tokens may need kernels that prompts do not."""
 
 PageTables = Mapping[str, NDArray[np.int32]]
 """Component space -> ids of the pages of a sequence; -1 for a page that is no longer held."""
@@ -192,6 +197,14 @@ class StepInputs:
     def has_all_tokens(self) -> bool:
         """Whether every cp rank computes all tokens, with its share of the weights."""
         return isinstance(self.exchange, HeadExchange)
+
+    @property
+    def wanted(self) -> Tensor | None:
+        """`logits`, padded to one of few lengths; None if that is most of the tokens."""
+        count = max(_LEAST_WANTED, power_of_2(max(len(self.logits), 1)))
+        if 2 * count > len(self.ids):
+            return None
+        return F.pad(self.logits, (0, count - len(self.logits)))
 
     def some(self, rows: Sequence[int]) -> StepInputs:
         """What attention needs of some rows, as a step of their own, if tokens are split over cp; without logits.

@@ -115,6 +115,7 @@ def gang_logits(
     split: Split,
     dtype: torch.dtype = torch.float32,
     splits_decode: bool = False,
+    is_scored: bool = True,
 ) -> list[NDArray[np.float64]]:
     """Logits after every token of each sequence, [T, V].
 
@@ -125,13 +126,14 @@ def gang_logits(
         split: tp and cp of the gang.
         dtype: of weights, activations and cache.
         splits_decode: whether the weights of decode steps are split over cp.
+        is_scored: whether all logits are computed; else only those at the ends of pieces, the others are NaN.
     """
     config = read_config(model_dir)
     parts = components(config, CacheFormat(str(dtype).removeprefix("torch.")))
     pages = [-(-len(ids) // PAGE_SIZE) for ids in sequences]
     first_pages = np.cumsum([0, *pages]).tolist()
     sizes = {FULL: sum(pages), **{part.space: sum(pages) for part in parts if part.window}}
-    plans = _plans(sequences, steps, first_pages, spaces=list(sizes))
+    plans = _plans(sequences, steps, first_pages, spaces=list(sizes), is_scored=is_scored)
     is_split = splits_decode and split.cp > 1
     if is_split:
         assert not model_obstacle(config, tp=split.tp, cp=split.cp), "the weights can be split"
@@ -182,7 +184,12 @@ def _put(
 
 
 def _plans(
-    sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[Piece]], first_pages: Sequence[int], spaces: list[str]
+    sequences: Sequence[Sequence[int]],
+    steps: Sequence[Sequence[Piece]],
+    first_pages: Sequence[int],
+    *,
+    spaces: list[str],
+    is_scored: bool,
 ) -> list[StepPlan]:
     plans, known = [], [0] * len(sequences)
     for number, pieces in enumerate(steps, start=1):
@@ -198,7 +205,7 @@ def _plans(
                     tokens=np.asarray(ids[start:stop], np.int32).tobytes(),
                     new_pages={space: pages for space in spaces},
                     output_position=0,
-                    targets=np.asarray(ids[start + 1 : stop], np.int32).tobytes(),
+                    targets=np.asarray(ids[start + 1 : stop], np.int32).tobytes() if is_scored else b"",
                     # Read and written in turn, as after a restore point.
                     read_state=-1 if start == 0 else 2 * sequence + number % 2,
                     write_state=2 * sequence + (number + 1) % 2,

@@ -130,7 +130,7 @@ def test_all_refusals_are_shown_and_not_the_first_only(tiny: Path, capsys: pytes
     texts = " ".join(one.text for one in found if one.outcome is Outcome.FAILED)
     for name in ("tp=3", "pp=5", "cp=7", "max_model_len=5000", "max_body", "/nowhere"):
         assert name in texts
-    assert run({"model": str(tiny), **wrong}) == 1
+    assert run({"model": str(tiny), "port": "auto", **wrong}) == 1
     assert re.search(r"\nthe other .*\n\n6 of \d+ checks failed: launch would not start\n$", capsys.readouterr().out)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
+from raycache.layers.cp_split import CpSplit
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import CenteredNorm, HeadNorm, RMSNorm
 from raycache.memory.component import CacheFormat
@@ -253,17 +253,29 @@ def test_a_head_norm_of_precise_weights_rounds_once() -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=0)  # half a step of bfloat16
 
 
+class Product:
+    """A mixer that multiplies by a matrix."""
+
+    is_position_wise = True
+
+    def __init__(self, by: Tensor) -> None:
+        self._by = by
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        return x @ self._by
+
+    def over_cp(self, split: CpSplit) -> Product:
+        raise NotImplementedError
+
+
 def test_additions_left_to_the_next_norm_change_no_bit() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    def product(x: Tensor, run: ForwardPass, *, by: Tensor) -> Tensor:
-        return x @ by
-
     def mixer() -> Mixer:
-        return partial(product, by=drawn(16, 16))
+        return Product(drawn(16, 16))
 
     parts: list[Mixer] = [
         Residual(RMSNorm(drawn(16), 1e-6), mixer()),

@@ -125,7 +125,7 @@ def test_layers_are_recorded_that_are_not_run(tmp_path: Path) -> None:
         make_family(tmp_path / "llama", "llama", num_hidden_layers=6), ParallelContext.single(torch.device("cpu"))
     )
     hidden = torch.randn(3, rank.config.hidden_size)
-    run = type("Run", (), {"records": (0, 5), "recorded": []})()
+    run = type("Run", (), {"records": (0, 5), "recorded": [], "wanted": None})()
     short = for_warm_up(rank.model, rank.ctx)
     short._parts = short._parts[-2:] * 6  # type: ignore[attr-defined]  # none of them runs
     assert torch.equal(short.forward(hidden, run), hidden)
