@@ -195,7 +195,7 @@ class Settings:
     )
     write_policy: str = _memory(
         "write_through",
-        "when a page is copied to the host tier: at its first use, at its second, or when evicted (write_back)",
+        "when a page is copied to the host tier: once computed, when a second request uses it, or when evicted",
         choices=("write_through", "write_through_selective", "write_back"),
     )
     prefetch: str = _memory(
