@@ -244,7 +244,8 @@ class _Walk:
             if sum(self.multiples) > MAX_MULTIPLES:
                 self._refuse(
                     path,
-                    f"has the 'multipleOf' {multiple}; all of a schema may add up to {MAX_MULTIPLES}, digits counted",
+                    f"has the 'multipleOf' {multiple}; those of a schema may add up to {MAX_MULTIPLES}, without "
+                    "decimal points",
                 )
 
     def _member(self, schema: Any, path: str, depth: int) -> Any:
