@@ -37,11 +37,11 @@ def require_token(address: str, *, is_insecure_allowed: bool) -> None:
             return
         case grpc.StatusCode.OK:
             raise ConfigError(
-                f"the Ray cluster at {address} runs any code for everybody, it asks for no token; {_REMEDY}"
+                f"the Ray cluster at {address} runs code for anyone, since it requires no token; {_REMEDY}"
             )
         case other:
             raise ConfigError(
-                f"the Ray cluster at {address} does not say whether it asks for a token ({other}); {_REMEDY}"
+                f"the Ray cluster at {address} does not say whether it requires a token ({other}); {_REMEDY}"
             )
 
 

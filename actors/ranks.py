@@ -88,7 +88,7 @@ class Ranks:
         return bool(lost)
 
     def _replace(self, rank: int, how: str) -> None:
-        _log.warning("rank %d that stood by is replaced: %s", rank, how)
+        _log.warning("the spare of rank %d is replaced: %s", rank, how)
         ray.kill(self._actors[rank])
         self._actors[rank] = self._new_actor(rank)
         self._probes.pop(rank, None)

@@ -88,8 +88,8 @@ class _Holder(NamedTuple):
         """Raise ConfigError unless the process belongs to this user: nothing here can or should end it."""
         if self.uid != os.geteuid():
             raise ConfigError(
-                f"the seat {seat} of a rank is held by {self}, which user {_user(os.geteuid())} may not end; end it, "
-                "or start the service again"
+                f"the lock {seat} of a rank is held by {self}, which user {_user(os.geteuid())} may not kill; kill it, "
+                "or restart the service"
             )
 
     def kill(self) -> None:

@@ -133,7 +133,7 @@ def config_of(llm_config: Any) -> Config:
     loading, settings = llm_config.model_loading_config, dict(llm_config.engine_kwargs)
     source = loading.model_source or loading.model_id
     if not isinstance(source, str):
-        raise ConfigError("model_source must be a directory or a Hub name; RayCache mirrors no buckets")
+        raise ConfigError("model_source must be a directory or a Hub name; RayCache does not mirror buckets")
     unused = {
         "model_loading_config.tokenizer_source": loading.tokenizer_source,
         "lora_config": llm_config.lora_config,

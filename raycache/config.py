@@ -44,7 +44,7 @@ class Config(Settings):
         super().__post_init__()
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) and not getattr(self, other):
-                raise ConfigError(f"{name} needs {other}, the other half of the server's identity; set both")
+                raise ConfigError(f"{name} needs {other}; set both")
         if self.api_key and self.api_keys:
             raise ConfigError("api_key and api_keys exclude each other; put the key's SHA-256 into the file")
         if self.port != "auto" and self.port > 65535:
@@ -52,7 +52,7 @@ class Config(Settings):
         if self.page_size % self.cp:
             near = self.cp * max(1, round(self.page_size / self.cp))
             raise ConfigError(
-                f"cp={self.cp} does not divide page_size={self.page_size}, the tokens of a page are split over cp; "
+                f"cp={self.cp} does not divide page_size={self.page_size}, and the tokens of a page are split over cp; "
                 f"use a cp of {divisors(self.page_size)} or page_size={near}"
             )
         parse_pp_layers(self.pp_layers, pp=self.pp)
@@ -72,9 +72,7 @@ class Config(Settings):
         _check_shares(self)
         _check_tiers(self)
         if self.event_address is not None and not self.prefix_cache:
-            raise ConfigError(
-                "kv_events tells what is cached, and prefix_cache=False caches nothing; leave one of them out"
-            )
+            raise ConfigError("kv_events needs prefix_cache; leave kv_events out, or prefix_cache on")
 
     @property
     def world_size(self) -> int:
@@ -204,13 +202,15 @@ def _check_ingress(config: Config) -> None:
         raise ConfigError(f"num_ingress={config.num_ingress!r} must be a number such as 2, or a range such as 1-4")
     if config.ingress == "builtin":
         if config.num_ingress != "1":
-            raise ConfigError(f"num_ingress={config.num_ingress} needs ingress=serve; the server here is one process")
+            raise ConfigError(
+                f"num_ingress={config.num_ingress} needs ingress=serve; the built-in server is one process"
+            )
         return
     default = next(item.default for item in dataclasses.fields(config) if item.name == "header_timeout_s")
     if config.header_timeout_s != default:
         raise ConfigError(
-            "header_timeout_s cannot be kept with ingress=serve, Ray Serve's proxy has no such limit; leave it out, or "
-            "put a reverse proxy before it"
+            "header_timeout_s cannot be enforced with ingress=serve: Ray Serve's proxy has no such limit; leave it "
+            "out, or put a reverse proxy in front"
         )
 
 
@@ -237,8 +237,7 @@ def _check_tiers(config: Config) -> None:
     if config.has_host_tier:
         if not config.prefix_cache:
             raise ConfigError(
-                f"host_memory={config.host_memory} holds cached prefixes, and prefix_cache=False keeps none; "
-                "leave prefix_cache on, or use host_memory=none"
+                f"host_memory={config.host_memory} needs prefix_cache; leave prefix_cache on, or use host_memory=none"
             )
         return
     for name, nothing in (("storage", "none"), ("write_policy", "write_through"), ("prefetch", "best_effort")):
@@ -246,6 +245,6 @@ def _check_tiers(config: Config) -> None:
         if value != nothing:
             shown = "URL" if name == "storage" else value  # a URL can hold a password
             raise ConfigError(
-                f"{name}={shown} needs a host tier, pages go through it; add host_memory=auto or a size such as "
+                f"{name}={shown} needs a host tier, since pages go through it; add host_memory=auto or a size such as "
                 f"host_memory=4GiB, or leave {name} out"
             )

@@ -126,13 +126,12 @@ class Settings:
     decode_split: str = _parallel(
         "auto",
         "split the weights of decode steps over cp, so that a rank reads only its share; auto: where that saves more "
-        "time than its exchanges between ranks take",
+        "time than the exchanges between ranks cost",
         choices=("auto", "on", "off"),
     )
     peer_memory: bool = _parallel(
         True,
-        "ranks whose GPUs reach each other's memory exchange tensors through it where that is faster; false: all go "
-        "through NCCL",
+        "exchange tensors between GPUs through peer memory where it is supported and faster; false: always use NCCL",
     )
     routing: str = _parallel(
         "prefix",
@@ -213,8 +212,8 @@ class Settings:
     max_running: int = _scheduling(64, "maximum requests in one batch", unit="REQUESTS", is_common=True)
     draft: str = _scheduling(
         "none",
-        "source of draft tokens, which the model checks several of in one step: ngram, text repeated from prompt and "
-        "output; mtp, a layer of the checkpoint; or the directory or Hub name of a draft model or EAGLE head",
+        "source of draft tokens (speculative decoding): ngram, text repeated from prompt and output; mtp, a layer of "
+        "the checkpoint; or the directory or Hub name of a draft model or EAGLE head",
         unit="none|ngram|mtp|MODEL",
         is_common=True,
     )
@@ -226,8 +225,8 @@ class Settings:
     )
     prompt_share: float = _scheduling(
         0.25,
-        "minimum part of max_step_tokens for prompts while other requests generate; the smaller it is, the sooner "
-        "their tokens come; grows with the fraction of requests that wait to start; above 0, and 1 for no limit",
+        "minimum share of max_step_tokens for prompts while other requests decode; a smaller share lowers their "
+        "latency; grows with the fraction of requests waiting to start; above 0 and at most 1 (no limit)",
         unit="FRACTION",
     )
     overlap: str = _scheduling(
@@ -241,7 +240,7 @@ class Settings:
         choices=("auto", "flashinfer", "torch"),
     )
     cuda_graphs: bool = _scheduling(
-        True, "record decode steps and other short steps as CUDA graphs at startup, where attention allows it"
+        True, "capture decode steps and other short steps in CUDA graphs at startup, where attention allows it"
     )
 
     host: str = _server("127.0.0.1", "address to bind to", unit="ADDRESS", is_common=True)
@@ -250,8 +249,8 @@ class Settings:
     )
     api_key: str = _server(
         "",
-        "key that clients must send, as a bearer token or `x-api-key`; better set RAYCACHE_API_KEY, flags are visible "
-        "to other users",
+        "key that clients must send, as a bearer token or `x-api-key`; prefer RAYCACHE_API_KEY, since flags are "
+        "visible to other users",
         unit="KEY",
         is_common=True,
     )
@@ -274,46 +273,46 @@ class Settings:
     )
     excess_max_tokens: str = _server(
         "refuse",
-        "what happens to a max_tokens that does not fit the context: the request is refused, or it is cut",
+        "if max_tokens does not fit the context: refuse the request, or cut max_tokens to what fits",
         choices=("refuse", "cut"),
     )
     allow_origin: str = _server(
         "none",
-        "web pages that browsers may let use the server (CORS), such as https://chat.example.com, with commas between "
-        "several; *: all",
+        "origins of web pages that may use the server (CORS), such as https://chat.example.com, separated by commas; "
+        "*: all",
         unit="none|*|ORIGIN,...",
     )
     prompt_history: str = _server(
         "64MiB",
-        "memory for recent prompts, to say why a prompt was computed again (GET /cache/why); none: do not",
+        "memory for recent prompts, to tell why a prompt was recomputed (GET /cache/why); none: off",
         words=("none",),
         unit="SIZE",
     )
     drop_attribution: bool = _server(
         True,
-        "leave Claude Code's line x-anthropic-billing-header out of prompts; it changes with each request, so that "
-        "nothing behind it could be reused",
+        "remove Claude Code's line x-anthropic-billing-header from prompts; it changes with each request, so nothing "
+        "after it could be reused",
     )
     drop_lines: str = _server(
         "",
-        "leave lines that match out of chats' system and user messages, such as 'x-session: .*|Request number .*': the "
-        "same prompts with other values can then be reused",
+        "remove matching lines from system and user messages of chats, such as 'x-session: .*|Request number .*', so "
+        "that prompts that differ only there share a prefix",
         unit="REGEX",
     )
     date_lines: str = _server(
         "",
-        "in lines of chats' system and user messages that match, such as 'Current time: .*', leave out the time of day",
+        "remove the time of day from matching lines in system and user messages of chats, such as 'Current time: .*'",
         unit="REGEX",
     )
     sort_tools: bool = _server(False, "sort the tools of chats by name, and the keys of their schemas")
     max_body: str = _server("8MiB", "largest request body", unit="SIZE")
     max_connections: int = _server(
         4096,
-        "maximum open connections; beyond that, those that wait longest without a whole request are closed",
+        "maximum open connections; beyond that, the one that has waited longest without a complete request is closed",
         unit="CONNECTIONS",
     )
     header_timeout_s: float = _server(
-        10.0, "time limit for a client to send a request's headers, and again its body", unit="SECONDS", least=1
+        10.0, "time limit for a client to send a request's headers, and then its body", unit="SECONDS", least=1
     )
     ingress: str = _server(
         "builtin",
@@ -344,7 +343,7 @@ class Settings:
     )
     insecure_cluster: bool = _cluster(
         False,
-        "allow a Ray cluster without tokens that other machines can reach: whoever reaches it can run any code on it",
+        "allow a Ray cluster without tokens that other machines can reach: anyone who reaches it can run code on it",
     )
     start_timeout_s: float = _cluster(
         600.0,
@@ -357,11 +356,14 @@ class Settings:
     )
     spare_ranks: str = _cluster(
         "auto",
-        "keep a process per rank that has imported everything, and takes its place when it is lost; auto: on cuda",
+        "keep a spare process per rank, with everything imported, that takes over when the rank is lost; auto: on cuda",
         choices=("auto", "on", "off"),
     )
     drain_timeout_s: float = _cluster(
-        30.0, "time limit to save the cache of a node or replica that leaves", unit="SECONDS", least=1
+        30.0,
+        "time limit to save the cache of a draining node or replica, and for a replica's requests to finish",
+        unit="SECONDS",
+        least=1,
     )
 
     log_format: str = _observe("text", "format of log lines", choices=("text", "json"), is_common=True)
@@ -373,8 +375,8 @@ class Settings:
     )
     kv_events: str = _observe(
         "none",
-        "publish what is cached over ZeroMQ in vLLM's format, for routers: tcp://*:PORT waits for readers, "
-        "tcp://HOST:PORT connects to one; replays are at PORT + 1000; none: do not",
+        "publish KV events over ZeroMQ in vLLM's format, for routers: tcp://*:PORT waits for readers, "
+        "tcp://HOST:PORT connects to one; replays are at PORT + 1000; none: off",
         words=("none",),
         unit="URL",
     )

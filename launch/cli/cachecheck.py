@@ -36,9 +36,7 @@ def add_cachecheck_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("url", metavar="URL", help="server with an OpenAI API, such as http://127.0.0.1:8000")
     parser.add_argument("--model", default="", metavar="NAME", help="model (default: the first that the server lists)")
-    parser.add_argument(
-        "--api-key", default="", metavar="KEY", help="default: $RAYCACHE_API_KEY, which others cannot see"
-    )
+    parser.add_argument("--api-key", default="", metavar="KEY", help="API key of the server (or set RAYCACHE_API_KEY)")
     parser.add_argument(
         "--budget-requests",
         type=int,
@@ -52,29 +50,34 @@ def add_cachecheck_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=600,
         metavar="N",
-        help="length of a usual prompt, above the page size; long ones have six times as many (default: %(default)s)",
+        help="length of a typical prompt, longer than a page; long ones have six times as many (default: %(default)s)",
     )
     parser.add_argument(
         "--cold",
         choices=("auto", "salt", "off", "flush", "line"),
         default="auto",
         help="how a prompt avoids the cache: cache_salt, cache_prompt (llama.cpp), emptying the cache (for all users), "
-        "or a first line of its own; auto: the first of salt, off and line that works (default: %(default)s)",
+        "or a unique first line; auto: the first of salt, off and line that works (default: %(default)s)",
     )
     parser.add_argument(
         "--salts",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="whether the server promises to honour cache_salt; auto: if it shows that it knows the field "
-        "(default: %(default)s)",
+        help="whether the server must honour cache_salt; auto: if it appears to know the field (default: %(default)s)",
     )
     parser.add_argument(
-        "--scenario", action="append", default=[], choices=SCENARIOS, help="run this one only; repeatable"
+        "--scenario", action="append", default=[], choices=SCENARIOS, help="run only this one; repeatable"
     )
-    parser.add_argument("--stop", action="store_true", help="end at the first fault")
-    parser.add_argument("--timeout-s", type=seconds, default=300.0, metavar="SECONDS", help="for one answer")
+    parser.add_argument("--stop", action="store_true", help="stop at the first fault")
+    parser.add_argument(
+        "--timeout-s",
+        type=seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="time limit for one answer (default: %(default).0f s)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page, too")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as an HTML page")
 
 
 def run(options: argparse.Namespace) -> int:

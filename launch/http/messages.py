@@ -111,7 +111,7 @@ class MessagesApi:
             return chat
         if not self._has_warned_of_budget:
             self._has_warned_of_budget = True
-            _log.warning("budget_tokens is ignored: this model's reasoning cannot be held to a number of tokens")
+            _log.warning("budget_tokens is ignored: the length of this model's reasoning cannot be limited")
         return chat.model_copy(update={"thinking_token_budget": None})
 
     def _warn(self, ignored: Iterable[str]) -> None:

@@ -105,12 +105,12 @@ def chat_grammar(
     is_enforced = choice.is_required or any(tool.is_strict for tool in choice.tools)
     if is_enforced and not model.format.has_calls:
         raise RequestError(
-            "calls of tools can be neither required nor strict: how this model writes them is not known, see "
+            "tool calls can be neither required nor strict: the format in which this model writes them is unknown, see "
             "`raycache doctor`",
             field="tool_choice",
         )
     if budget is not None and model.format.has_channels:
-        raise RequestError("this model's reasoning cannot be bounded", field="thinking_token_budget")
+        raise RequestError("the length of this model's reasoning cannot be limited", field="thinking_token_budget")
     if choice.tools and model.format.has_calls and (form or is_enforced or not choice.is_parallel):
         _check_form(body)
         if not form and budget is None:

@@ -180,7 +180,7 @@ def after_reasoning(
     close = mark(close_mark, tokenizer)
     if budget is not None and not close.startswith("<["):
         raise RequestError(
-            f"a budget for reasoning needs a model whose mark {close_mark!r} is one token; leave the budget out",
+            f"a reasoning budget needs a model that has {close_mark!r} as a single token; leave the budget out",
             field="thinking_token_budget",
         )
     if close.startswith("<["):

@@ -95,7 +95,7 @@ def _path(config: Config) -> Path | None:
     path = Path(config.generation_config)
     path = path / _FILE if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"generation_config={config.generation_config!r} is no file; use auto, none or a path")
+        raise ConfigError(f"generation_config={config.generation_config!r} is not a file; use auto, none or a path")
     return path
 
 

@@ -318,7 +318,7 @@ class ChatBody(GenerationBody):
 
 def _only(forms: list[tuple[str, Any]]) -> tuple[str, Any] | None:
     if len(forms) > 1:
-        raise RequestError("only one form of the output can be asked for", field="structured_outputs")
+        raise RequestError("only one output format can be requested", field="structured_outputs")
     return forms[0] if forms else None
 
 

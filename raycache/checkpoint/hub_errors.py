@@ -103,7 +103,7 @@ def broken(cause: BaseException, model: HubId, name: str, *, folder: Path) -> Ch
     if isinstance(cause, OSError) and cause.errno in _FULL:
         return CheckpointError(f"{what} does not fit into {folder}; free some space, or set HF_HOME to a larger disk")
     if isinstance(cause, OSError) and cause.errno is not None:
-        return CheckpointError(f"{what} cannot be kept in {folder} ({cause.strerror}); set HF_HOME to where it can be")
+        return CheckpointError(f"{what} cannot be stored in {folder} ({cause.strerror}); set HF_HOME to another folder")
     text = f"{what} could not be downloaded ({_short(cause)})"
     if isinstance(cause, RuntimeError):  # after attempts of its own
         return CheckpointError(f"{text}; set HF_HUB_DISABLE_XET=1 to download over plain HTTP")

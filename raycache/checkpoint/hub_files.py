@@ -86,5 +86,5 @@ def weight_names(folder: Path, names: Iterable[str], *, model: str) -> list[str]
         raise CheckpointError(why_no_weights(model, sorted(known)))
     named = sorted(set(read_index(folder / INDEX).values()))
     if wrong := [name for name in named if not name.endswith(".safetensors") or name not in known]:
-        raise CheckpointError(f"the {INDEX} of {model} names {wrong[0]}, which is no safetensors file that it has")
+        raise CheckpointError(f"the {INDEX} of {model} lists {wrong[0]}, which is not one of its safetensors files")
     return named

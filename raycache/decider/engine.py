@@ -333,7 +333,7 @@ class Engine:
         _checked("logit_bias", list(request.sampling.logit_bias), vocab)
         _checked("stop_token_ids", request.sampling.stop_token_ids, vocab)
         if request.sampling.grammar and not self.info.eos_token_ids:
-            raise RequestError("this model names no end token, which a grammar needs", field="grammar")
+            raise RequestError("this model defines no end token, which grammars need", field="grammar")
         if request.timeout_s is not None and not request.timeout_s > 0:
             raise RequestError(f"timeout_s must be above 0, got {request.timeout_s}", field="timeout_s")
         return prompt, output

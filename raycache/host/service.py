@@ -216,7 +216,7 @@ class HostService:
         except ConfigError as cause:
             if is_needed:
                 raise
-            _log.warning("the storage tier of %s is not what it was: %s", self._directory, cause)
+            _log.warning("the storage tier of %s cannot be reopened: %s", self._directory, cause)
             return
         before, self._storage = self._storage, storage
         if storage is not None:

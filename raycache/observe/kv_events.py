@@ -234,4 +234,4 @@ class KvEventPublisher:
                 self._router.send_multipart([*envelope, number.to_bytes(8, "big"), payload], zmq.NOBLOCK, copy=False)
             self._router.send_multipart([*envelope, _END, b""], zmq.NOBLOCK)
         except zmq.ZMQError as cause:
-            _log.warning("a reader of KV events asked for a replay and does not read it: %s", cause)
+            _log.warning("a reader of KV events requested a replay but does not read it: %s", cause)

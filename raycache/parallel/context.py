@@ -178,7 +178,7 @@ def build_group(
     """
     _check_epoch(handle, member=member, epoch=epoch)
     if member not in handle.members:
-        raise ConfigError(f"rank {member} is no member of group {handle.name}: {handle.members}")
+        raise ConfigError(f"rank {member} is not a member of group {handle.name}: {handle.members}")
     if len(handle.members) == 1:
         return Group()
     timeout = timedelta(seconds=handle.timeout_s)
@@ -269,10 +269,9 @@ def connect(group: Any, device: torch.device, *, handle: GroupHandle, me: int, p
             me,
             handle.name,
             -1,
-            f"NCCL does not connect it with {', '.join(map(str, peers))}: {problem}. All of them reached the meeting "
-            "point over TCP, so NCCL takes another way that does not lead there: set NCCL_SOCKET_IFNAME to the network "
-            "interface that has these addresses, and NCCL_IB_DISABLE=1 if InfiniBand does not work; NCCL_DEBUG=INFO "
-            "shows what it tries",
+            f"NCCL cannot connect it to {', '.join(map(str, peers))}: {problem}. All of them met over TCP, so NCCL "
+            "must use another network: set NCCL_SOCKET_IFNAME to the interface with these addresses, and "
+            "NCCL_IB_DISABLE=1 if InfiniBand does not work; NCCL_DEBUG=INFO shows what it tries",
         )
 
 

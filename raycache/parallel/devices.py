@@ -25,9 +25,9 @@ def require_gpus(count: int) -> None:
         warnings.simplefilter("ignore", UserWarning)  # torch's warnings about the driver are part of the error
         found = torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
     if found == 0:
-        raise ConfigError(f"{_gpus(count)} asked for, none can be used: {_why_none()}; or use --device cpu")
+        raise ConfigError(f"{_gpus(count)} requested, but none can be used: {_why_none()}; or use --device cpu")
     if found < count:
-        raise ConfigError(f"{_gpus(count)} asked for, there are {found}; use a smaller split, or --device cpu")
+        raise ConfigError(f"{_gpus(count)} requested, but only {found} found; use a smaller split, or --device cpu")
 
 
 def _gpus(count: int) -> str:
@@ -139,7 +139,7 @@ def introduce(me: Peer, members: Sequence[int], *, store: Store, group: str) -> 
         try:
             host, gpu = store.get(f"peer.{rank}").decode().split(" ", 1)
         except RuntimeError as cause:
-            raise RankLostError(rank, group, -1, "it did not come to the meeting of its group in time") from cause
+            raise RankLostError(rank, group, -1, "it did not join its group in time") from cause
         others.append(Peer(rank, host, gpu))
     _refuse_shared([me, *others])
     return others
@@ -151,7 +151,7 @@ def _refuse_shared(peers: Sequence[Peer]) -> None:
         other = first.setdefault(peer.gpu, peer)
         if other is not peer:
             raise ConfigError(
-                f"{other} and {peer} compute on the same GPU {peer.gpu}, NCCL needs one for each rank; use a smaller "
-                "split, or leave it to Ray which GPUs a rank sees (CUDA_VISIBLE_DEVICES, "
+                f"{other} and {peer} compute on the same GPU {peer.gpu}, but NCCL needs one per rank; use a smaller "
+                "split, or let Ray choose the GPUs of each rank (CUDA_VISIBLE_DEVICES, "
                 "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)"
             )

@@ -64,7 +64,7 @@ def link(setting: str, *, node_address: str, table: Mapping[str, Sequence[str]] 
     if not found:
         there = ", ".join(f"{name} ({', '.join(hosts)})" for name, hosts in table.items())
         raise ConfigError(
-            f"interface={setting!r} suits no address of the node {socket.gethostname()} ({node_address}), which has "
+            f"interface={setting!r} matches no address of the node {socket.gethostname()} ({node_address}), which has "
             f"{there or 'none'}; name one that every node has, or a subnet such as 10.0.0.0/16"
         )
     # IPv4 is preferred, since all software supports it.
@@ -117,7 +117,7 @@ def _subnet(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError as cause:
-        raise ConfigError(f"interface={text!r} is no subnet: {cause}; write one such as 10.0.0.0/16") from cause
+        raise ConfigError(f"interface={text!r} is not a subnet: {cause}; write one such as 10.0.0.0/16") from cause
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -34,9 +34,9 @@ def reporting_lost_peers(ctx: ParallelContext) -> Iterator[None]:
         if PEER_MEMORY not in ctx.transports or not _has_trapped(cause, ctx.device):
             raise
         # A fault of a kernel of this rank can have the same text: whoever looks for one must find it in the log.
-        _log.warning("rank %d (%s) has waited for a peer in vain: %s", ctx.rank, ctx.coords, cause)
+        _log.warning("rank %d (%s) timed out waiting for a peer: %s", ctx.rank, ctx.coords, cause)
         raise RankLostError(
-            -1, f"a peer of rank {ctx.rank}", -1, "a kernel of peer memory waited for a peer in vain"
+            -1, f"a peer of rank {ctx.rank}", -1, "a peer-memory kernel timed out waiting for a peer"
         ) from cause
 
 

@@ -206,7 +206,7 @@ def _new_copies(peers: PeerGroup, area_bytes: int) -> CopyExchange | None:
         if _all(peers, not problem, device):
             _log.info("copy engines exchange up to %d MiB between members", area_bytes >> 20)
             return made[0]
-    _log.warning("large tensors are exchanged by NCCL: %s", problem or "copies of another member fail")
+    _log.warning("large tensors are exchanged through NCCL: %s", problem or "copies of another member fail")
     return None
 
 
@@ -260,11 +260,11 @@ def _add_two_shot_sums(group: TorchGroup, peers: PeerGroup, device: torch.device
                 peers.two_shot, peers.least_two_shot = sums, least
             return
         problem = "sums in two shots are wrong"
-    _log.warning("large tensors are summed by NCCL: %s", problem or "another member cannot map the memory")
+    _log.warning("large tensors are summed through NCCL: %s", problem or "another member cannot map the memory")
 
 
 def _without(group: TorchGroup, name: str, reason: str) -> TorchGroup:
-    _log.warning("group %s exchanges all tensors by NCCL: %s", name, reason)
+    _log.warning("group %s exchanges all tensors through NCCL: %s", name, reason)
     return group
 
 

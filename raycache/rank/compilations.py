@@ -61,8 +61,8 @@ def warn_of_compilers() -> Callable[[], None]:
 def _warn(name: str, *, is_compiled: bool) -> None:
     if is_compiled:
         _log.warning(
-            "kernel %s was compiled after the start, so requests waited for it; the steps that warm up should have "
-            "used it: please report it with the settings",
+            "kernel %s was compiled after the start, so requests waited for it; the warm-up should have compiled it: "
+            "please report this with the settings",
             name,
         )
     else:

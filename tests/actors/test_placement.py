@@ -216,7 +216,7 @@ def examined(nodes: Nodes) -> None:
     several = [one.text for one in examine_nodes(replace(CONFIG, replicas=2), device="cpu") if one.check == "placement"]
     assert [text.split(":")[0] for text in several] == ["replica 0", "replica 1"]
     nothing_there = next(iter(examine_nodes(replace(CONFIG, interface="eth77"), device="cpu")))
-    assert "interface='eth77' suits no address of the node" in nothing_there.text
+    assert "interface='eth77' matches no address of the node" in nothing_there.text
 
 
 @pytest.mark.long

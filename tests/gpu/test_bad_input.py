@@ -112,7 +112,7 @@ def test_gpus_that_are_hidden_are_told_as_such(model: Path) -> None:
 def test_more_ranks_than_gpus_are_refused(model: Path) -> None:
     there = torch.cuda.device_count()
     require_gpus(there)
-    with pytest.raises(ConfigError, match=f"64 GPUs asked for, there are {there}; use a smaller split"):
+    with pytest.raises(ConfigError, match=f"64 GPUs requested, but only {there} found; use a smaller split"):
         LLM(str(model), device="cuda", dummy_weights=True, cp=64)
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_is_missed_by_name() -> None:
     store = Store(HOST)
     handles = group_handles(Split(tp=2), backend="nccl", store=store.address, epoch=1, timeout_s=2)
     begin = time.monotonic()
-    with pytest.raises(RankLostError, match="rank 1 .* did not come to the meeting") as lost:
+    with pytest.raises(RankLostError, match="rank 1 .* did not join its group") as lost:
         build_group(handles["tp.0"], member=0, epoch=1, host=HOST, device=torch.device("cuda:0"))
     assert lost.value.rank == 1 and time.monotonic() - begin < 10
 
@@ -169,12 +169,12 @@ def test_a_peer_that_nccl_does_not_reach_is_named_at_the_deadline() -> None:
     begin = time.monotonic()
     said = said_by(CONNECT)
     assert time.monotonic() - begin < 45
-    assert "does not connect it with rank 1 on 10.0.0.7: no answer within 5 s" in said and "NCCL_SOCKET_IFNAME" in said
+    assert "cannot connect it to rank 1 on 10.0.0.7: no answer within 5 s" in said and "NCCL_SOCKET_IFNAME" in said
 
 
 def test_a_network_interface_that_is_not_there_is_told_at_once() -> None:
     said = said_by(CONNECT, NCCL_SOCKET_IFNAME="absent0")
-    assert "does not connect it with rank 1 on 10.0.0.7" in said and "no answer within" not in said
+    assert "cannot connect it to rank 1 on 10.0.0.7" in said and "no answer within" not in said
     assert "NCCL_SOCKET_IFNAME" in said
 
 

@@ -109,5 +109,5 @@ def test_why_cuda_does_not_start_is_said_with_what_to_do(reason: str, said: str)
 
 @pytest.mark.skipif("torch.version.cuda is not None")
 def test_a_torch_without_cuda_is_told_as_such() -> None:
-    with pytest.raises(ConfigError, match=r"^2 GPUs asked for.*built without CUDA.*--device cpu$"):
+    with pytest.raises(ConfigError, match=r"^2 GPUs requested.*built without CUDA.*--device cpu$"):
         require_gpus(2)

@@ -259,7 +259,7 @@ def test_a_package_of_the_server_that_is_missing_is_named(tiny: Path, monkeypatc
 
 def test_more_cuda_ranks_than_gpus_are_refused(tiny: Path) -> None:
     found = examined(tiny, device="cuda", cp=64)
-    assert "device" in refused(found) and found["device"].text.startswith("64 GPUs asked for")
+    assert "device" in refused(found) and found["device"].text.startswith("64 GPUs requested")
     assert found["model"].outcome is Outcome.OK and "memory" not in found
 
 

@@ -104,7 +104,7 @@ def test_a_gang_of_another_epoch_is_not_even_looked_for() -> None:
 
 
 def test_who_is_no_member_is_refused(store: Store) -> None:
-    with pytest.raises(ConfigError, match="rank 5 is no member"):
+    with pytest.raises(ConfigError, match="rank 5 is not a member"):
         build_group(world_handle(store, (0, 1)), member=5, epoch=1, host=HOST, device=CPU)
 
 

@@ -176,7 +176,7 @@ def test_a_revision_goes_with_a_name_only(hub: Hub, tmp_path: Path) -> None:
 def test_an_index_that_names_other_kinds_of_files_is_refused(hub: Hub, server: HubServer) -> None:
     index = {"weight_map": {"a": "pytorch_model.bin"}}
     server.repos[_NAME].files[INDEX] = json.dumps(index).encode()
-    with pytest.raises(CheckpointError, match=r"names pytorch_model\.bin, which is no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"lists pytorch_model\.bin, which is not one of its safetensors files"):
         got(hub)
 
 

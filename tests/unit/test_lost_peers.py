@@ -83,7 +83,7 @@ def board(tmp_path: Path) -> AckBoard:
 )
 def test_a_rank_whose_kernel_waited_in_vain_has_lost_a_peer(error: Exception, board: AckBoard) -> None:
     raised = run_step(error, board, transport="peer memory")
-    assert isinstance(raised, RankLostError) and "waited for a peer in vain" in raised.cause
+    assert isinstance(raised, RankLostError) and "timed out waiting for a peer" in raised.cause
     assert raised.step == STEP
     assert board.lines[0, Lane.LOST] == STEP and not board.lines[0, Lane.FAILED]
     assert board.suspects(STEP) == [1], "the peer that is silent"

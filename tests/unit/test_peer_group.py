@@ -37,7 +37,9 @@ def test_members_without_peer_memory_keep_their_group_and_say_why(caplog: pytest
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(member, (0, 1))) == [(True, 3.0)] * 2
-    said = [record.getMessage() for record in caplog.records if "exchanges all tensors by NCCL" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "exchanges all tensors through NCCL" in record.getMessage()
+    ]
     assert len(said) == 2
     assert all(text.rpartition("NCCL: ")[2] for text in said)
 

@@ -104,7 +104,7 @@ def test_if_they_fail_on_one_member_none_uses_them(
 
     caplog.set_level(logging.WARNING)
     assert on_two_members(monkeypatch, new_sums, lambda size: 0.5) == [(False, 1)] * 2
-    said = [record.getMessage() for record in caplog.records if "summed by NCCL" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "summed through NCCL" in record.getMessage()]
     assert len(said) == 2
     assert any(problem in text for text in said)
 

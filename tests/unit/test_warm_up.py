@@ -174,7 +174,7 @@ def test_without_gpus_it_says_where_to_run_and_what_to_copy(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "two"))
     assert main(["prepare", "models/m", "--tp", "2"]) == 2
     said = capsys.readouterr().err
-    assert "2 GPUs asked for" in said and "--device cpu" not in said
+    assert "2 GPUs requested" in said and "--device cpu" not in said
     assert f"copy {tmp_path}/one/.cache/flashinfer and {tmp_path}/two from there" in said
     assert main(["prepare", "models/m", "--device", "cpu"]) == 2
     assert "device=cpu has none to compile" in capsys.readouterr().err
