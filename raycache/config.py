@@ -72,7 +72,7 @@ class Config(Settings):
         _check_shares(self)
         _check_tiers(self)
         if self.event_address is not None and not self.prefix_cache:
-            raise ConfigError("kv_events needs prefix_cache; leave kv_events out, or prefix_cache on")
+            raise ConfigError("kv_events has no use with prefix_cache=False; leave one of them out")
 
     @property
     def world_size(self) -> int:
@@ -237,7 +237,8 @@ def _check_tiers(config: Config) -> None:
     if config.has_host_tier:
         if not config.prefix_cache:
             raise ConfigError(
-                f"host_memory={config.host_memory} needs prefix_cache; leave prefix_cache on, or use host_memory=none"
+                f"host_memory={config.host_memory} has no use with prefix_cache=False; leave prefix_cache on, or use "
+                "host_memory=none"
             )
         return
     for name, nothing in (("storage", "none"), ("write_policy", "write_through"), ("prefetch", "best_effort")):

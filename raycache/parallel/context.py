@@ -270,7 +270,7 @@ def connect(group: Any, device: torch.device, *, handle: GroupHandle, me: int, p
             handle.name,
             -1,
             f"NCCL cannot connect it to {', '.join(map(str, peers))}: {problem}. All of them met over TCP, so NCCL "
-            "must use another network: set NCCL_SOCKET_IFNAME to the interface with these addresses, and "
+            "uses another network: set NCCL_SOCKET_IFNAME to the interface with these addresses, and "
             "NCCL_IB_DISABLE=1 if InfiniBand does not work; NCCL_DEBUG=INFO shows what it tries",
         )
 

@@ -57,7 +57,7 @@ def test_what_suits_no_address_is_refused_with_those_that_there_are(setting: str
 
 
 def test_a_subnet_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no subnet.*write one such as 10.0.0.0/16"):
+    with pytest.raises(ConfigError, match="not a subnet.*write one such as 10.0.0.0/16"):
         link("10.0.0.0/99", node_address="10.0.0.7", table=TABLE)
 
 
