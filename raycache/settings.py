@@ -225,8 +225,8 @@ class Settings:
     )
     prompt_share: float = _scheduling(
         0.25,
-        "minimum share of max_step_tokens for prompts while other requests decode; a smaller share lowers their "
-        "latency; grows with the fraction of requests waiting to start; above 0 and at most 1 (no limit)",
+        "minimum share of max_step_tokens for prompts while other requests decode; a smaller share lowers the "
+        "latency of those; grows with the fraction of requests waiting to start; above 0 and at most 1 (no limit)",
         unit="FRACTION",
     )
     overlap: str = _scheduling(

@@ -58,16 +58,16 @@ The server speaks the OpenAI API for completions, chat completions and responses
 model. Unknown fields and values of the wrong type are rejected with status 400; `null` means the same as leaving the
 field out. Clients of Anthropic's Messages API work with `base_url="http://127.0.0.1:8000"` ([Clients](../clients.md)).
 
-The model in `/v1/models` shows its limits and what applies to requests that do not say: `max_model_len`,
-`default_sampling` ([from generation_config.json](../models.md#sampling-defaults)), `default_max_tokens` (null: the rest
-of the context for chats, 16 for completions) and `excess_max_tokens` (`refuse`, or `cut`: a `max_tokens` that does not
-fit the context is cut to what fits). Defaults below are those of the API.
+`/v1/models` shows the model's limits and the defaults that apply to requests: `max_model_len`, `default_sampling`
+([from generation_config.json](../models.md#sampling-defaults)), `default_max_tokens` (null: the rest of the context for
+chats, 16 for completions) and `excess_max_tokens` (`refuse`, or `cut`: a `max_tokens` that does not fit the context is
+cut to what fits). Defaults below are those of the API.
 
-`/tokenize` takes `prompt`, or `messages` with `tools` and the other fields of a chat that shape its prompt, and gives
-`tokens`, `count`, `max_model_len` and, with `return_token_strs`, `token_strs`. `/detokenize` takes `tokens` and gives
+`/tokenize` takes `prompt`, or `messages` with `tools` and the other chat fields that affect the prompt, and returns
+`tokens`, `count`, `max_model_len` and, with `return_token_strs`, `token_strs`. `/detokenize` takes `tokens` and returns
 `prompt`.
 
-`GET /cache/achievable` compares what the cache reused with what caches of other sizes would have:
+`GET /cache/achievable` compares what the cache reused with what caches of other sizes would have reused:
 [Monitoring](../monitoring.md#achieved-and-achievable). `GET /streams` lists the
 [requests in progress](../monitoring.md#live-streams), `GET /history` the
 [last ten minutes](../monitoring.md#history) of what `/ui` plots.
@@ -77,10 +77,10 @@ Operators have further endpoints: `/status`, [`/cache`](../tiers.md#changing-the
 """
 # Fields that no docstring describes, or not in the words of HTTP.
 _FIELDS = {
-    "max_tokens": "most tokens to generate; default: up to the context length",
+    "max_tokens": "maximum number of tokens to generate; default: up to the context length",
     "CompletionBody.logprobs": "alternatives to report per token; 0 reports the chosen token only",
     "ChatBody.logprobs": "report the log-probability of each token",
-    "prompt_logprobs": "alternatives to report per prompt token; such a request computes its whole prompt",
+    "prompt_logprobs": "alternatives to report per prompt token; such a request recomputes its whole prompt",
     "seed": "the same seed gives the same tokens, whatever else is in the batch; default: a random one",
     "timeout_s": "seconds from arrival after which the request ends",
     "top_k": "sample only from this many most likely tokens; 0 or -1: from all",
@@ -88,7 +88,7 @@ _FIELDS = {
     "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
     "messages": "the conversation: objects with `role` and `content`, also `tool_calls` and `tool_call_id`",
     "stream": "send the output as server-sent events, as it is generated",
-    "stream_options": "with `stream`: `include_usage` adds a last event with the usage; with `continuous_usage_stats` "
+    "stream_options": "with `stream`: `include_usage` adds a final event with the usage; with `continuous_usage_stats` "
     "every event has the usage so far",
     "add_special_tokens": "put the tokenizer's own special tokens, such as `<s>`, around the prompt",
     "n": "choices per prompt",
@@ -102,12 +102,12 @@ _FIELDS = {
     "tools": "tools that the chat template shows to the model",
     "tool_choice": "`none`, `auto`, `required`, a tool's name, or `allowed_tools`",
     "parallel_tool_calls": "false: at most one call per answer",
-    "thinking_token_budget": "most tokens of reasoning; then its closing mark is forced",
+    "thinking_token_budget": "maximum tokens of reasoning; then its closing marker is forced",
     "include_reasoning": "false: reasoning is generated but not shown",
     "MessagesBody.messages": "the conversation: objects with `role` and `content`, a text or a list of blocks",
     "MessagesBody.tools": "custom tools; others are ignored, with a warning in the log",
     "MessagesBody.tool_choice": "`auto`, `any`, `tool` or `none` as `type`; `disable_parallel_tool_use`",
-    "MessagesBody.max_tokens": "most tokens to generate; more than the context holds is cut to what fits",
+    "MessagesBody.max_tokens": "maximum number of tokens to generate; cut to what fits the context",
     "MessagesBody.seed": "as in `/v1/chat/completions`",
     "system": "the system prompt, a text or a list of text blocks",
     "thinking": "`enabled` (with `budget_tokens`), `adaptive` or `disabled` as `type`; default: the chat template's",
@@ -117,7 +117,7 @@ _FIELDS = {
     "cache_control": "keep the prompt for 5 minutes, or an hour with `ttl: 1h`; needs `eviction=priority`",
     "input": "the conversation: a text, or items such as messages, function calls and their outputs, and reasoning",
     "instructions": "a system message before the conversation",
-    "max_output_tokens": "most tokens to generate; default: up to the context length",
+    "max_output_tokens": "maximum number of tokens to generate; default: up to the context length",
     "ResponsesBody.tools": "functions, also in namespaces; other types are left out, with a warning in the log",
     "reasoning": "`effort` is passed to the chat template",
     "text": "`format`: `text`, `json_object`, or `json_schema` with a schema that the answer follows",
@@ -130,13 +130,13 @@ _FIELDS = {
     "continue_final_message": "continue the last message instead of beginning a new one",
     "chat_template_kwargs": "further variables for the chat template",
     "skip_special_tokens": "leave special tokens out of the text",
-    "prompt_cache_key": "requests with the same key prefer the same replica, if no other has more of their prompt",
+    "prompt_cache_key": "requests with the same key prefer the same replica unless another caches more of their prompt",
     "prompt_cache_retention": "with `--eviction priority`: `in_memory` is `cache_priority` 1 for ten minutes, `24h` "
-    "for a day; otherwise, and with any other value, without effect",
+    "for a day; otherwise, and with any other value, no effect",
     "return_token_ids": "add the token ids of prompt and output to the response",
-    "cache_repairs": "make the service's [repairs](../why.md#repairs) in this chat",
+    "cache_repairs": "apply the service's [repairs](../why.md#repairs) to this chat",
     "return_cache_info": "add `raycache` to the response: cached tokens by tier, why no more was reused, and "
-    "where the prompt left a known one",
+    "where the prompt diverged from a recent one",
 }
 _INFO = EngineInfo(
     model="MODEL",
@@ -170,8 +170,8 @@ with LLM("models/smollm2") as llm:  # or a model of the Hub: "Qwen/Qwen3-8B"
 _METRICS = """\
 # Metrics
 
-All metrics have the label `model_name`, those of engines also `replica`. [Monitoring](../monitoring.md) says where they
-are found.
+All metrics have the label `model_name`, those of engines also `replica`. [Monitoring](../monitoring.md) says where to
+find them.
 """
 
 
@@ -208,9 +208,7 @@ def http() -> str:
         lines += ["", f"## {title}", "", *_table("field", "type", "default", "")]
         lines += [_field(name, kind, schemas) for name in names]
     lines += ["", *_wrapped("Accepted without effect: " + ", ".join(f"`{name}`" for name in ignored) + "."), ""]
-    lines += _wrapped(
-        "Fields of other servers, accepted only with the value that asks for nothing: " + _neutral() + "."
-    )
+    lines += _wrapped("Fields of other servers, accepted only with the neutral value: " + _neutral() + ".")
     lines += ["", "## Fields of `/v1/messages`", "", *_table("field", "type", "default", "")]
     lines += [_field(name, "MessagesBody", schemas) for name in schemas["MessagesBody"]["properties"]]
     lines += ["", "Other fields are ignored."]

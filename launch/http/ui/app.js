@@ -183,7 +183,7 @@ function drawFast() {
   WIDTH = Math.max(240, $("hits").clientWidth);
   const { now, rate } = change(5);
   $("note").hidden = !state.isLimited;
-  if (state.isLimited) $("note").textContent = "This key shows its own prefixes. Figures of the server need one with the right admin.";
+  if (state.isLimited) $("note").textContent = "This key shows its own prefixes. Server-wide figures need a key with the right admin.";
   for (const id of ["moves-card", "streams-card"]) $(id).hidden = state.isLimited;
   drawTiles(now, rate);
   drawHits();
