@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _CHECK_END_S = 10.0
 """For the model's check to end when the start has failed."""
-_TOKEN_HINT = " (`ray get-auth-token` prints its token, if it asks for one)"
+_TOKEN_HINT = " (`ray get-auth-token` prints its token, if it requires one)"
 
 
 class Service(Protocol):

@@ -88,10 +88,10 @@ def report(
     lines = [f"{name} ({count})" if count > 1 else name for name, count in sorted(names.items())]
     table = render(("LIBRARY", "COMPILED", "KERNELS", "SIZE", "FOLDER"), rows=rows)
     if not lines:
-        return f"{table}\n\nall kernels were there; the ranks started in {seconds:.1f} s"
+        return f"{table}\n\nall kernels were already compiled; the ranks started in {seconds:.1f} s"
     total = counted(names.total(), "kernel")
     return (
         "\n".join([*lines, "", table])
-        + f"\n\ncompiled {total} in {seconds:.1f} s, loading the model included. A start on this machine with the same "
-        "settings compiles none; for machines with the same GPUs and packages, copy the folders"
+        + f"\n\ncompiled {total} in {seconds:.1f} s, loading the model included. Later starts on this machine with the "
+        "same settings compile none; for machines with the same GPUs and packages, copy the folders"
     )

@@ -88,9 +88,9 @@ def _chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Check
     found = find_format(template, tokenizer=tokenizer)
     notes = find_history(template, ids=found.ids).notes()
     if ignores_tools(template):
-        yield CheckResult("chat format", Outcome.OK, f"{found}; the template shows no tools, so requests may have none")
+        yield CheckResult("chat format", Outcome.OK, f"{found}; the template ignores tools, so tools are refused")
     elif found.calls is None and not found.has_channels:
-        text = f"{found}; the template shows tools, but how the model writes calls is not known: they stay text"
+        text = f"{found}; the template shows tools, but the format of calls is unknown, so they stay text"
         yield CheckResult("chat format", Outcome.WARNING, text)
     else:
         yield CheckResult("chat format", Outcome.OK, "; ".join([str(found), *notes]))

@@ -87,7 +87,7 @@ def told(fault: Fault) -> list[str]:
     lines = [
         f"cold:       {one.reference.text[:100]!r} (request {one.reference.number})",
         f"from cache: {one.observed.text[:100]!r} (request {one.observed.number}, cached tokens: "
-        f"{'not told' if cached is None else cached} of {one.observed.prompt_tokens})",
+        f"{'not reported' if cached is None else cached} of {one.observed.prompt_tokens})",
     ]
     if one.difference.diverged_at is None:
         lines.append(f"the same tokens; the largest change is at output token {at}")
@@ -143,7 +143,7 @@ def _noise_as_json(noise: Noise) -> dict[str, Any]:
 
 def _statistics(noise: Noise) -> list[str]:
     """Tests and thresholds, in words."""
-    rarely = f"a right server is called faulty in less than 1 of {1 / ALPHA:,.0f} runs"
+    rarely = f"a correct server is called faulty in less than 1 of {1 / ALPHA:,.0f} runs"
     repeated = (
         f"so many rounds in which {noise.rule}, that Binomial(rounds, {noise.chance:.2g}) reaches as many with p <= "
         f"{noise.per_look:.1g}"

@@ -62,18 +62,18 @@ def test_the_format_of_a_chat_model_is_told(tiny: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     turns = "{% for message in messages if message.role != 'developer' %}{{ message.content }}{% endfor %}"
     told = {
-        turns: "plain: neither reasoning nor tool calls; the template shows no tools, so requests may have none",
+        turns: "plain: neither reasoning nor tool calls; the template ignores tools, so tools are refused",
         "{{ tools | tojson }}{# <tool_call> </tool_call> <think> </think> #}" + turns: (
             "hermes: reasoning between <think> and </think>, tool calls from <tool_call> on; "
             "developer messages become system messages"
         ),
-        "{{ tools | tojson }}" + turns: "how the model writes calls is not known",
+        "{{ tools | tojson }}" + turns: "the format of calls is unknown",
     }
     for source, text in told.items():
         template.write_text(source)
         found = examined(tiny, chat_template=str(template))["chat format"]
         assert text in found.text
-        assert (found.outcome is Outcome.WARNING) == ("not known" in text)
+        assert (found.outcome is Outcome.WARNING) == ("unknown" in text)
 
 
 def test_a_host_tier_of_a_model_with_windows_everywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
