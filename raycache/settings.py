@@ -142,7 +142,7 @@ class Settings:
 
     kv_memory: str = _memory(
         "auto",
-        "cache size per rank, such as 4GiB; auto: a share of the free memory",
+        "cache size per rank, such as 4GiB; auto: what is left on cuda, a share of the free memory on cpu",
         words=("auto",),
         unit="SIZE",
         is_common=True,
