@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve large language models on Ray, with one KV cache over GPU, host memory and storage.",
         epilog=_EXAMPLES,
     )
+    parser.add_argument("--version", action="version", version=f"raycache {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add_cachecheck_flags(add("cachecheck", _cachecheck, "test whether a server answers correctly from its cache"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
-    add("version", _version, "print versions")
+    add("version", _version, "print the versions of RayCache, Ray, torch and Python")
     return parser
 
 

@@ -147,6 +147,12 @@ def test_a_mistyped_word_gets_the_one_that_was_meant_or_none(
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_the_usual_flag_shows_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code and capsys.readouterr().out == f"raycache {__version__}\n"
+
+
 def test_version_names_the_packages_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
