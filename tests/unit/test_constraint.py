@@ -327,7 +327,7 @@ def test_a_budget_ends_the_reasoning(plain: Tokenizer, mark: str) -> None:
             assert len(allowed(state)) > 100
             assert state.consume_token(plain.encode("a", add_special_tokens=False)[0])
         assert allowed(state) == [plain.token_id(mark)]
-    with pytest.raises(RequestError, match="is one token") as error:
+    with pytest.raises(RequestError, match="as a single token") as error:
         constraint.after_reasoning('start: "a"', "</think>", tokenizer=plain, budget=3)
     assert error.value.field == "thinking_token_budget"
 
