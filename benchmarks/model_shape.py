@@ -67,7 +67,7 @@ class ModelShape:
         file: config.json.
         plain, routed, head: numbers in its weights: those that every token meets, of routed experts, of the head.
         last_plain, last_routed: those of the last layer's feed-forward block, which only sampled tokens meet.
-        plain_bytes, routed_bytes: that those take in memory.
+        plain_bytes, routed_bytes: of all plain and all routed numbers in memory.
         itemsize: bytes of a plain weight and of a cached number.
     """
 
@@ -232,7 +232,7 @@ class _Held:
 
 _PLAIN = re.compile(r"norm|\.gate\.|router|kv_b_proj|weights_proj|conv1d|A_log")
 """Tensors that are plain in quantised models, and those that are used as numbers."""
-_FEED_FORWARD = re.compile(r"\.(mlp|block_sparse_moe)\.")
+_FEED_FORWARD = re.compile(r"\.(\w*mlp|block_sparse_moe|feed_forward)\.")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class ForwardPass:
         positions: int64 [T_local], positions of this rank's new tokens in their sequences.
         records: layers whose inputs are recorded for a draft model.
         recorded: those inputs, [T_local, C] each.
-        wanted: int64 [K], indices of the tokens whose hidden states are used behind the layers; None for all of them.
+        wanted: int64 [K], indices of the tokens whose hidden states are used behind the layers; None for all of them,
+            which `records` need.
         selection: tokens that the last indexer has selected, for layers that share them.
     """
 
@@ -50,6 +51,7 @@ class ForwardPass:
         *,
         wanted: Tensor | None = None,
     ) -> None:
+        assert wanted is None or not records, "a draft model takes features of all tokens"
         self.records = records
         self.wanted = wanted
         self.recorded: list[Tensor] = []

@@ -6,7 +6,7 @@ process of its own, or in the caller's process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -233,13 +233,13 @@ class Rank:
         )
         if self.last is not None:
             self.last.fill(rows, inputs)
-        hidden, recorded, emitted = self._run_stage(inputs, model)
+        emitted, features = self._run_stage(inputs, model)
         if emitted is None:
             return LaunchedLayers(plan)
         head = head_of(model)
         part = head.part(model.normed(emitted))
         found = self._found(plan, head, part, takes_likeliest=takes_likeliest, has_all_tokens=has_all_tokens)
-        return replace(found, features=for_draft(hidden, recorded), inputs=inputs)
+        return replace(found, features=features, inputs=inputs)
 
     def _found(
         self, plan: StepPlan, head: VocabHead, part: Tensor, *, takes_likeliest: bool, has_all_tokens: bool
@@ -274,29 +274,29 @@ class Rank:
         for moves in plan.loads:
             self.mover.load(moves)
 
-    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
+    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor | None, Tensor | None]:
         """Run this stage's layers.
 
         Returns:
-            Hidden states of all tokens, or only of some if there is no draft model; those recorded for a draft model;
-            and those of the tokens whose logits are computed, None before the last stage.
+            On the last stage, hidden states of the tokens whose logits are computed, and features for a draft model if
+            there is one.
         """
-        is_last, wanted = self.ctx.is_last_stage, None
+        draft, wanted = self.config.draft, None
         received = self._link.receive(len(inputs.ids))
         hidden, *before = [None] if received is None else split_rows(received, self._link.widths)
         if self.pieces is not None and model is self.model and self.pieces.can_run(inputs):
             hidden, recorded = self.pieces.forward(inputs, hidden)
         else:
-            draft = self.config.draft
-            wanted = inputs.wanted if is_last and draft is None else None
+            wanted = inputs.wanted if self.ctx.is_last_stage and draft is None else None
             records = () if draft is None else draft.recorded
             run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records, wanted=wanted)
             hidden, recorded = model.forward(model.embed(inputs.ids) if hidden is None else hidden, run), run.recorded
         recorded = [*before, *recorded]
-        if not is_last:
+        if not self.ctx.is_last_stage:
             self._link.send([hidden, *recorded])
-            return hidden, recorded, None
-        return hidden, recorded, hidden[inputs.logits] if wanted is None else hidden[: len(inputs.logits)]
+            return None, None
+        emitted = hidden[inputs.logits] if wanted is None else hidden[: len(inputs.logits)]
+        return emitted, None if draft is None else for_draft(hidden, recorded)
 
     def _lines(self, layers: LaunchedLayers, tokens: Tensor, drafted: Tensor) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""

@@ -27,7 +27,7 @@ from raycache.step.exchange import Exchange, HeadExchange, TokenExchange, among_
 from raycache.wire.plan import StepPlan, is_emitted, local_positions
 
 _LEAST_WANTED = 128
-"""Fewer tokens may need kernels that prompts do not."""
+"""Fewer tokens may need kernels that prompts do not. The warm-up runs prompts of every power of two of tokens."""
 
 PageTables = Mapping[str, NDArray[np.int32]]
 """Component space -> ids of the pages of a sequence; -1 for a page that is no longer held."""
@@ -200,7 +200,7 @@ class StepInputs:
 
     @property
     def wanted(self) -> Tensor | None:
-        """`logits`, padded to one of few lengths; None if that is most of the tokens."""
+        """`logits`, padded to a power of two; None if that is more than half of the tokens."""
         count = max(_LEAST_WANTED, power_of_2(max(len(self.logits), 1)))
         if 2 * count > len(self.ids):
             return None

@@ -52,7 +52,7 @@ def run_rank(connection: Connection, invitation: Invitation) -> None:
     if sees_one:
         os.environ["CUDA_VISIBLE_DEVICES"], device = str(device.index), torch.device("cuda:0")
     torch.cuda.set_device(device)
-    # A start takes NCCL where it is faster, as it may be while others use the GPUs.
+    # A start measures whether NCCL is faster, which depends on who else uses the GPUs; here it never is.
     with (
         mock.patch.object(peer_group, "_measure", lambda *_: peer_group._SIZES[-1]),
         mock.patch.object(peer_group, "_measure_two_shots", lambda *_: peer_group._LARGE_SIZES[0]),

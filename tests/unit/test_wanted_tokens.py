@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,16 @@ from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.norm import RMSNorm
+from raycache.memory.component import FULL
 from raycache.models.decoder import Decoder, Residual
+from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
-from raycache.step import inputs
-from tests.oracle.families import make_family
+from raycache.step.inputs import build_inputs
+from raycache.wire.plan import Row, StepPlan
+from tests.oracle.families import KNOWN, make_family
 from tests.oracle.gang import Piece, gang_logits
 from tests.oracle.golden import golden
+from tests.oracle.recorded import new_rank
 
 LENGTHS = (42, 37, 30)
 IDS = [np.random.default_rng(seed).integers(3, 515, length).tolist() for seed, length in enumerate(LENGTHS)]
@@ -48,7 +53,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("tiny")
-    return lambda name: make_family(root / name, name)
+    return lambda name: root / name if (root / name).exists() else make_family(root / name, name)
 
 
 @pytest.mark.parametrize(("family", "split"), CASES, ids=str)
@@ -62,7 +67,6 @@ def test_logits_equal_transformers(
         left_out.append(len(hidden) - len(found))
         return found
 
-    monkeypatch.setattr(inputs, "_LEAST_WANTED", 2)
     monkeypatch.setattr(Decoder, "forward", noted)
     oracle = golden(tiny(family), IDS)
     found = gang_logits(tiny(family), IDS, STEPS, split=split, is_scored=False)
@@ -104,3 +108,56 @@ def test_layers_behind_the_last_mixing_one_get_the_wanted_tokens(kinds: str) -> 
     torch.testing.assert_close(some, every[wanted], rtol=1e-12, atol=0)
     behind = len(kinds) - 1 - kinds.rfind("m")
     assert seen == [9] * len(kinds) + [9] * (len(kinds) - behind) + [4] * behind
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_parts_behind_the_tail_are_those_without_a_cache(tiny: Callable[[str], Path], family: str) -> None:
+    """Mixers that use the cache know the number of their layer."""
+    model = new_rank(tiny(family), ParallelContext.single(torch.device("cpu"))).model
+    assert isinstance(model, Decoder)
+    numbered = [has_number(part, set()) for part in model._parts]
+    assert [not part.is_position_wise for part in model._parts] == numbered
+    assert model._tail == len(numbered) - numbered[::-1].index(True) < len(numbered)
+
+
+def has_number(value: object, seen: set[int]) -> bool:
+    if id(value) in seen or not type(value).__module__.startswith("raycache."):
+        return False
+    seen.add(id(value))
+    fields = {name: getattr(value, name) for name in [*getattr(value, "__dict__", ())]}
+    return "_layer" in fields or any(has_number(field, seen) for field in fields.values())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_logits", "count"),
+    [
+        (1, 1, 0),
+        (64, 64, 0),
+        (255, 1, 0),
+        (256, 1, 128),
+        (256, 0, 128),
+        (511, 129, 0),
+        (512, 129, 256),
+        (8192, 128, 128),
+    ],
+)
+def test_wanted_tokens_are_padded_or_all(
+    num_tokens: int, num_logits: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # what other tests have
+    ctx, pages = ParallelContext.single(torch.device("cpu")), np.arange(-(-num_tokens // 16), dtype=np.int32)
+    scored = max(num_logits - 1, 0)
+    row = Row(0, 0, bytes(4 * num_tokens), output_position=0 if num_logits else -1, targets=bytes(4 * scored))
+    if num_tokens == num_logits > 1:  # a batch of decode rows
+        rows = [replace(row, slot=slot, tokens=bytes(4), targets=b"") for slot in range(num_tokens)]
+    else:
+        rows = [row]
+    step = build_inputs(
+        StepPlan(1, rows), {row.slot: {FULL: pages} for row in rows}, page_size=16, windows={FULL: 0}, ctx=ctx
+    )
+    assert len(step.logits) == num_logits
+    if not count:
+        assert step.wanted is None
+    else:
+        assert step.wanted is not None
+        assert step.wanted.tolist() == step.logits.tolist() + [0] * (count - num_logits)
