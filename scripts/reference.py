@@ -78,6 +78,7 @@ Operators have further endpoints: `/status`, [`/cache`](../tiers.md#changing-the
 # Fields that no docstring describes, or not in the words of HTTP.
 _FIELDS = {
     "max_tokens": "maximum number of tokens to generate; default: up to the context length",
+    "CompletionBody.max_tokens": "maximum number of tokens to generate; default: 16, see `default_max_tokens`",
     "CompletionBody.logprobs": "alternatives to report per token; 0 reports the chosen token only",
     "ChatBody.logprobs": "report the log-probability of each token",
     "prompt_logprobs": "alternatives to report per prompt token; such a request recomputes its whole prompt",

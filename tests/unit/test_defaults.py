@@ -149,3 +149,10 @@ def test_a_model_in_this_process_and_the_doctor_read_them(tmp_path: Path, capsys
     main(["doctor", model, "--device", "cpu", "--port", "auto", "--kv-memory", "1MiB"])
     said = " ".join(capsys.readouterr().out.split())
     assert "sampling defaults ok temperature=0, repetition_penalty=1.5 (generation_config.json)" in said
+
+
+def test_the_reference_says_how_many_tokens_a_completion_gets() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
+    fields = page.partition("## Fields of `/v1/completions`")[2].partition("\n## ")[0]
+    (row,) = (line for line in fields.splitlines() if line.startswith("| `max_tokens` "))
+    assert f"default: {Defaults().completion_tokens()}," in row
