@@ -231,19 +231,28 @@ class LLM:
         return [run.completion() for run in by_id.values()]
 
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: SamplingParams | None = None
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling: SamplingParams | None = None,
     ) -> list[Completion]:
         """Generate replies to conversations.
 
         Args:
-            conversations: lists of messages with "role" and "content".
+            conversations: lists of messages with "role" and "content"; or one such list.
             sampling: parameters for all conversations.
+        Returns:
+            One completion per conversation, in order.
         Raises:
-            RequestError: the model has no chat template, or the template rejects a conversation.
+            RequestError: the model has no chat template, or a conversation is malformed or rejected by the template.
         """
         template = ChatTemplate.load(self.tokenizer, path=self.config.chat_template)
+        single = [each for each in conversations if isinstance(each, Mapping)]
+        chats = [each for each in conversations if not isinstance(each, Mapping)]
+        if single and chats:
+            raise RequestError("chat takes one list of messages, or a list of such lists", field="messages")
         prompts = [
-            self.tokenizer.encode(template.render(messages), add_special_tokens=False) for messages in conversations
+            self.tokenizer.encode(template.render(messages), add_special_tokens=False)
+            for messages in ([single] if single else chats)
         ]
         return self.generate(prompts, sampling)
 

@@ -146,6 +146,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with role and content", field=where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role must be a string such as 'user'", field=f"{where}.role")

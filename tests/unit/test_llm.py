@@ -141,6 +141,17 @@ def test_chat_renders_the_template_and_answers(llm: LLM) -> None:
     assert answer.token_ids == llm.generate([answer.prompt_token_ids], GREEDY)[0].token_ids
 
 
+def test_a_single_conversation_gets_a_list_of_one_answer(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "one two"}]
+    (single,) = llm.chat(conversation, GREEDY)
+    (listed,) = llm.chat([conversation], GREEDY)
+    assert (single.prompt_token_ids, single.token_ids) == (listed.prompt_token_ids, listed.token_ids)
+    with pytest.raises(RequestError, match="one list of messages, or a list"):
+        llm.chat([*conversation, conversation], GREEDY)
+    with pytest.raises(RequestError, match="must be an object"):
+        llm.chat(["one two"], GREEDY)  # type: ignore[list-item]
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     (whole,) = llm.generate(["one two three"], GREEDY)
     stop = whole.text[3:5]
