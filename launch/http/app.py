@@ -53,6 +53,7 @@ from raycache.types import EngineInfo, EngineStats
 
 _HEALTH_TIMEOUT_S = 5.0
 REPAIRS_HEADER = "X-RayCache-Repairs"  # those that have changed the request
+_CHAT_EXAMPLE = '{"model": "...", "messages": [{"role": "user", "content": "..."}]}'
 _CLIENT_GONE = 499  # nginx's code, for metrics and logs only
 _STOPPING = EngineStoppedError("the server stops")
 
@@ -198,7 +199,7 @@ class _Api:
 
     async def chat_completions(self, request: Request) -> Response:
         async with self.bodies.read(request) as raw:
-            return await self._generate(request, lambda: parse_body(ChatBody, parse_json(raw)), size=len(raw))
+            return await self._generate(request, lambda: _chat_body(raw), size=len(raw))
 
     async def health(self, request: Request) -> Response:
         try:
@@ -291,6 +292,10 @@ class _Api:
             "max_model_len": self._info.max_model_len,
             **self._served.defaults.card,
         }
+
+
+def _chat_body(raw: bytes) -> ChatBody:
+    return parse_body(ChatBody, parse_json(raw, example=_CHAT_EXAMPLE))
 
 
 class _Stopping:

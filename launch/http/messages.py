@@ -24,6 +24,7 @@ from raycache.config import Config
 from raycache.errors import PromptTooLongError, RequestError
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_EXAMPLE = '{"model": "...", "max_tokens": 1024, "messages": [{"role": "user", "content": "..."}]}'
 _MAX_TYPES = 64  # named in warnings; clients choose them
 _MAX_TYPE_CHARS = 64
 
@@ -100,7 +101,7 @@ class MessagesApi:
         return json_response({"input_tokens": len(prompt)})
 
     def _convert(self, kind: type[Body], raw: bytes) -> Conversation:
-        body = parse_body(kind, parse_json(raw))
+        body = parse_body(kind, parse_json(raw, example=_EXAMPLE))
         if body.model != self._served.info.model:
             raise ProblemError(unknown_model(body.model, self._served.info.model))
         return conversation(body, has_priorities=self._served.has_priorities)

@@ -82,4 +82,4 @@ class ResponsesApi:
 
 
 def _parse(raw: bytes) -> ResponsesRequest:
-    return parse_responses(parse_json(raw))
+    return parse_responses(parse_json(raw, example='{"model": "...", "input": "..."}'))

@@ -88,6 +88,7 @@ class MessagesBody(CountTokensBody):
     """Body of /v1/messages."""
 
     of_other_apis: ClassVar[Mapping[str, str]] = {
+        "guided_json": "output_config.format",
         "max_completion_tokens": "max_tokens",
         "response_format": "output_config.format",
         "stop": "stop_sequences",

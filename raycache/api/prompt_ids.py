@@ -98,7 +98,7 @@ class CompletionReader:
             # It is elsewhere if the list was in another object, in a key with a quotation mark, or one of several.
             if isinstance(values, dict) and values.get("prompt") == stand_in:
                 return {**values, "prompt": self._ids}
-        return parse_json(b"".join(self._parts))
+        return parse_json(b"".join(self._parts), example='{"model": "...", "prompt": "..."}')
 
     def _feed_ids(self, part: bytes) -> None:
         """Read the numbers that are complete, once they are many enough or the list ends."""

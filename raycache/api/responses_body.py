@@ -106,6 +106,7 @@ class ResponsesBody(StrictBody):
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     of_other_apis: ClassVar[Mapping[str, str]] = {
+        "guided_json": "text.format",
         "max_completion_tokens": "max_output_tokens",
         "max_tokens": "max_output_tokens",
         "messages": "input",

@@ -180,6 +180,9 @@ class StrictBody(BaseModel):
 class GenerationBody(StrictBody):
     """What both endpoints share. The second group is beyond the OpenAI API."""
 
+    of_other_apis: ClassVar[Mapping[str, str]] = {
+        f"guided_{form}": f"structured_outputs.{form}" for form in ("json", "regex", "choice", "grammar")
+    }
     model: str
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, _at_most(MAX_OPTIONS, what="fields")] = None
@@ -270,6 +273,11 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
+    of_other_apis: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.of_other_apis,
+        "functions": "tools",
+        "function_call": "tool_choice",
+    }
     messages: Annotated[list[dict[str, Any]], FailFast()]
     max_tokens: int | None = Field(default=None, ge=1, le=_INT32)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_INT32)
@@ -322,9 +330,11 @@ def _only(forms: list[tuple[str, Any]]) -> tuple[str, Any] | None:
     return forms[0] if forms else None
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes, *, example: str = "") -> dict[str, Any]:
     """Read a request body.
 
+    Args:
+        example: what to show in its place if it is not an object.
     Raises:
         RequestError: it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
@@ -333,7 +343,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except ValueError:  # it says less about what is wrong, and takes no more than 200 levels
         value = _parse_json_slowly(body)
     if not isinstance(value, dict):
-        raise RequestError('the body must be a JSON object, such as {"model": "...", "prompt": "..."}')
+        raise RequestError(f"the body must be a JSON object{example and f', such as {example}'}")
     return value
 
 

@@ -465,6 +465,26 @@ def test_paths_methods_and_bodies_get_errors_in_the_same_shape(engine: ScriptedE
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/v1/messages", "messages"),
+        ("/v1/responses", "input"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused_with_an_example_of_its_endpoint(
+    engine: ScriptedEngine, tokenizer: Tokenizer, path: str, field: str
+) -> None:
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            message = (await client.post(path, json=[])).json()["error"]["message"]
+        assert field in json.loads(message.partition("such as ")[2])
+
+    run(scenario())
+
+
 def test_the_key_guards_the_api_and_status_only(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer, api_key=_KEY) as client:

@@ -20,7 +20,7 @@ from raycache.api.messages_body import MessagesBody
 from raycache.api.messages_form import _input
 from raycache.api.responses_body import ResponsesBody
 from raycache.api.responses_items import messages_of
-from raycache.api.schema import StrictBody, parse_body
+from raycache.api.schema import ChatBody, CompletionBody, StrictBody, parse_body
 from raycache.errors import RequestError
 
 
@@ -86,6 +86,14 @@ def test_arguments_within_a_text_that_is_nested_deeply_are_read() -> None:
         (MessagesBody, "structured_outputs", "output_config.format"),
         (ResponsesBody, "max_tokens", "max_output_tokens"),
         (ResponsesBody, "response_format", "text.format"),
+        (ResponsesBody, "guided_json", "text.format"),
+        (MessagesBody, "guided_json", "output_config.format"),
+        (ChatBody, "guided_json", "structured_outputs.json"),
+        (CompletionBody, "guided_regex", "structured_outputs.regex"),
+        (CompletionBody, "guided_choice", "structured_outputs.choice"),
+        (ChatBody, "guided_grammar", "structured_outputs.grammar"),
+        (ChatBody, "functions", "tools"),
+        (ChatBody, "function_call", "tool_choice"),
     ],
 )
 def test_fields_of_other_apis_are_not_ignored(kind: type[StrictBody], field: str, instead: str) -> None:
