@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import ConfigError, RequestError
+from raycache.spelling import did_you_mean
 
 MAX_RENDERED_CHARS = 64 * 2**20
 MAX_RENDER_S = 10.0
@@ -36,6 +37,8 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     MemoryError,
 )
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ROLE_CHARS = 64  # of an unknown role, to find one like it
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _CUT_HERE = "\x02cut here\x03"  # stands for the end of the message that is continued; does not occur in text
 
@@ -95,10 +98,13 @@ class ChatTemplate:
             variables: more variables for the template, such as enable_thinking.
             adapt: brings the checked messages into the form that the template shows.
         Raises:
-            RequestError: the messages are malformed, the template refuses them, or there is no template.
+            RequestError: the messages are malformed, a role is unknown, the template refuses them, or there is none.
         """
         template = self._choose(has_tools=bool(tools))
-        chat = adapt(plain_messages(messages))
+        chat = plain_messages(messages)
+        for index, message in enumerate(chat):
+            self._check_role(message["role"], f"messages[{index}].role")
+        chat = adapt(chat)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -120,6 +126,14 @@ class ChatTemplate:
             },
         )
         return _cut(text) if continue_final_message else text
+
+    def _check_role(self, role: str, where: str) -> None:
+        """Refuse a role that neither the OpenAI API has nor the template mentions: most templates show any."""
+        if role in _ROLES or any(f"'{role}'" in source or f'"{role}"' in source for source in self.sources.values()):
+            return
+        role = role[:_ROLE_CHARS]
+        hint = did_you_mean(role, _ROLES)
+        raise RequestError(f"{where} must be one of {', '.join(_ROLES)}, got {role!r}{hint}", field=where)
 
     def _choose(self, *, has_tools: bool) -> jinja2.Template:
         if has_tools and "tool_use" in self._templates:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from openai.types.chat import ChatCompletionRole
 from transformers import PreTrainedTokenizerFast
 
 from raycache.api import chat as chat_module
@@ -92,8 +93,8 @@ def test_a_rendered_chat_is_that_of_transformers(
         assert isinstance(text, str)
         return text
 
-    if source == _LLAMA and messages is _CALLS:  # a role that it does not know
-        with pytest.raises(RequestError, match="Unknown role: skip"):
+    if source != _TOOLS and messages is _CALLS:  # a role that they do not know
+        with pytest.raises(RequestError, match="role must be one of .*, got 'skip'"):
             ours.render(messages, variables={"thinking": True}, **settings)
     else:
         assert ours.render(messages, variables={"thinking": True}, **settings) == render_theirs()
@@ -136,6 +137,15 @@ def test_a_malformed_message_is_named(message: dict[str, Any], field: str) -> No
     with pytest.raises(RequestError) as error:
         template(tiny_tokenizers.CHATML).render([message])
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("source", [tiny_tokenizers.CHATML, _LLAMA, _TOOLS])
+def test_a_role_that_neither_the_api_nor_the_template_knows_is_refused(source: str) -> None:
+    for role in get_args(ChatCompletionRole) if source != _LLAMA else ():  # _LLAMA refuses some itself
+        template(source).render([{"role": role, "content": "x"}])
+    with pytest.raises(RequestError, match="got 'usr'; did you mean 'user'") as error:
+        template(source).render([*_CONVERSATION, {"role": "usr", "content": "x"}])
+    assert error.value.field == "messages[4].role"
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,5 @@ def test_tools_that_come_later_and_roles_that_nobody_knows(template: ChatTemplat
         "<|sep|>## New Tools Available\n" in text
         and '```json\n[{"function":{"name":"get_weather","parameters":' in text
     )
-    with pytest.raises(RequestError, match="unknown role critic"):
-        template.render([{"role": "critic", "content": "x"}])
+    with pytest.raises(RequestError, match="unknown role function"):
+        template.render([{"role": "function", "content": "x"}])

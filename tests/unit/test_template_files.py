@@ -202,7 +202,7 @@ def test_an_answer_is_continued_and_a_role_that_nobody_knows_is_refused(template
     begun = [*ASK, {"role": "assistant", "content": "Once"}]
     text = template.render(begun, add_generation_prompt=False, continue_final_message=True)
     assert text == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>Once"
-    with pytest.raises(RequestError, match="unknown role critic"):
-        template.render([{"role": "critic", "content": "x"}])
+    with pytest.raises(RequestError, match="unknown role function"):
+        template.render([{"role": "function", "content": "x"}])
     developer = template.render([{"role": "developer", "content": "x"}])
     assert developer == "<｜begin▁of▁sentence｜><｜User｜>\n\n# The user's message is: x<｜Assistant｜></think>"
