@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
@@ -157,6 +158,7 @@ class _Api:
         self._metrics = metrics
         self.bodies = Bodies(config)
         self._eviction = config.eviction
+        self._created = int(time.time())
 
     def routes(self) -> list[Route]:
         """Routes for the application."""
@@ -287,7 +289,7 @@ class _Api:
         return {
             "id": self._info.model,
             "object": "model",
-            "created": 0,
+            "created": self._created,
             "owned_by": "raycache",
             "max_model_len": self._info.max_model_len,
             **self._served.defaults.card,

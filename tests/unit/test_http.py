@@ -59,9 +59,11 @@ def sse(text: str) -> list[Any]:
 
 def test_the_official_client_completes(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
+        begin = int(time.time())
         async with official(engine, tokenizer) as client:
-            assert [model.id async for model in client.models.list()] == ["tiny"]
-            assert (await client.models.retrieve("tiny")).id == "tiny"
+            (model,) = [model async for model in client.models.list()]
+            assert (model.id, begin <= model.created <= time.time()) == ("tiny", True)
+            assert await client.models.retrieve("tiny") == model
             whole = await client.completions.create(model="tiny", prompt="Hello there", max_tokens=100, temperature=0)
             assert whole.choices[0].text == TEXT
             assert whole.choices[0].finish_reason == "stop"
