@@ -106,13 +106,14 @@ class RankLostError(RayCacheError):
 
     Args:
         rank: world rank, or -1 if unknown.
-        coords: its coordinates as text, such as "pp=0 cp=1 tp=1".
+        coords: its coordinates as text, such as "pp=0 cp=1 tp=1", or "".
         step: number of the step that did not complete.
         cause: the observed failure, as text.
     """
 
     def __init__(self, rank: int, coords: str, step: int, cause: str) -> None:
-        super().__init__(f"rank {rank} ({coords}) lost at step {step}: {cause}")
+        where = f" ({coords})" if coords else ""
+        super().__init__(f"rank {rank}{where} lost at step {step}: {cause}")
         self.rank, self.coords, self.step, self.cause = rank, coords, step, cause
 
     def __reduce__(self) -> tuple[object, ...]:

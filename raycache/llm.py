@@ -26,7 +26,7 @@ from raycache.deployment.weights import with_weights_form
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError, RequestFailedError
 from raycache.gang.build import build_engine
 from raycache.gang.executors import LocalExecutor
-from raycache.gang.processes import ProcessGang
+from raycache.gang.processes import ProcessGang, end_if_imported_by_rank
 from raycache.host.commands import STORAGE_FIRST, carry_out, is_for_storage, with_storage
 from raycache.host.directory import SHARED_MEMORY, new_name
 from raycache.host.link import HostLink
@@ -93,12 +93,14 @@ class LLM:
         model: directory of a Hugging Face model, or its name on the Hub, such as "Qwen/Qwen3-8B".
         settings: fields of `Config`, such as tp=2 or num_pages=512.
     Raises:
-        ConfigError: a setting is invalid, or the model's directory cannot be served.
+        ConfigError: a setting is invalid, the model's directory cannot be served, or the guard is missing.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
         # The caller waits for all prompts anyway: no queue limit by default.
         wanted = pinned(Config.from_mapping({"model": str(model), "max_queue": 2**31 - 1, **settings}))
+        if wanted.world_size > 1:
+            end_if_imported_by_rank()
         if wanted.event_address is not None:
             check_installed()
         with ProgressBar() as bar:

@@ -22,7 +22,7 @@ from raycache.deployment.decode_split import with_transports
 from raycache.deployment.deployment import Deployment, served_model
 from raycache.deployment.memory_plan import usable_cpus
 from raycache.deployment.weights import with_weights_form
-from raycache.errors import RankLostError, RayCacheError
+from raycache.errors import ConfigError, RankLostError, RayCacheError
 from raycache.gang.meeting import Meeting
 from raycache.parallel.board import AckBoard
 from raycache.parallel.devices import GpuModel, require_gpus
@@ -31,9 +31,17 @@ from raycache.rank.member import Invitation, RankSpec, join, threads_of
 from raycache.rank.run import run
 
 _HOST = "127.0.0.1"
+_NO_GUARD = 78
+"""Exit code of a rank whose main module starts ranks itself."""
 _IDLE_S = 14 * 24 * 3600.0
 """How long a rank waits for a plan. Scripts send no heartbeats; on one machine none are needed, as a decider that ends
 closes its connections."""
+
+
+def end_if_imported_by_rank() -> None:
+    """End this process if it is a new rank that is importing the script it belongs to: the script has no main guard."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(_NO_GUARD)  # without the traceback of another failed start; the parent says what to do
 
 
 def meet_here(config: Config, *, device_type: str, nodes: Sequence[int] = ()) -> tuple[Meeting, list[Invitation]]:
@@ -147,12 +155,18 @@ class RankProcess:
 
         Raises:
             RayCacheError: raised in the rank.
+            ConfigError: the process imports a script that starts ranks.
             RankLostError: the process ended without sending a value.
         """
         try:
             value = self.connection.recv()
         except (EOFError, ConnectionError) as cause:
             self.process.join()
+            if self.process.exitcode == _NO_GUARD:
+                raise ConfigError(
+                    "every rank imports the main script, which would start ranks again; put the script's code under "
+                    '`if __name__ == "__main__":`'
+                ) from None
             raise RankLostError(self._rank, "", 0, f"process ended with code {self.process.exitcode}") from cause
         if isinstance(value, BaseException):
             raise value

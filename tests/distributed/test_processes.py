@@ -236,6 +236,16 @@ def test_ranks_that_cannot_start_leave_nothing_and_say_why(tmp_path: Path, cp: i
     assert time.monotonic() - start < 100
 
 
+def test_a_script_without_a_main_guard_is_told_to_have_one(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from raycache import LLM\nLLM({str(model)!r}, device='cpu', tp=2, num_pages=20)\n")
+    ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert "ConfigError: every rank imports the main script" in ended.stderr
+    assert ended.stderr.rstrip().endswith('under `if __name__ == "__main__":`')
+
+
 def test_ranks_that_no_process_can_be_started_for_leave_nothing(model: Path) -> None:
     class Local(Config):
         """Cannot be sent to another process."""
