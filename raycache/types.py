@@ -137,6 +137,8 @@ class SamplingParams:
         stop: texts that end the output; they are not part of it.
         stop_token_ids: token ids that end the output like the end-of-sequence token does.
         max_tokens: maximum tokens to generate; None: up to the context length.
+        min_tokens: tokens to generate before the end-of-sequence token or one of stop_token_ids can be sampled; stop
+            texts, and a grammar that allows nothing else, end the output before.
         ignore_eos: continue after the end-of-sequence token.
         logprobs: number of alternatives to report per generated token (0: only the chosen one); None: no logprobs.
         grammar: in llguidance's dialect of Lark; tokens that would leave it are never sampled. "": none.
@@ -158,6 +160,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -182,6 +185,12 @@ class SamplingParams:
             raise RequestError("stop must not contain an empty string", field="stop")
         if self.max_tokens is not None:
             _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it, or raise max_tokens",
+                field="min_tokens",
+            )
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _in_range(name, count, 0, MAX_TOP_LOGPROBS)

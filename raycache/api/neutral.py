@@ -22,7 +22,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "media_io_kwargs": ({},),
-    "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "prompt_cache_options": ({}, {"mode": "implicit"}),

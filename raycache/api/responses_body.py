@@ -40,6 +40,7 @@ _PASSED_ON = (
     "ignore_eos",
     "logit_bias",
     "min_p",
+    "min_tokens",
     "presence_penalty",
     "priority",
     "prompt_cache_key",

@@ -203,6 +203,7 @@ class GenerationBody(StrictBody):
     stop_token_ids: Annotated[list[int], FailFast(), _at_most(MAX_STOP_IDS, what="ids")] = Field(
         default=[], max_length=MAX_STOP_IDS
     )
+    min_tokens: int = Field(default=0, ge=0, le=_INT32)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None

@@ -195,7 +195,7 @@ class Admission:
         request.num_admissions += 1
         holding.use(request.tokens, now=now)
         self.rows.plan_load(run, batch)
-        batch.admits.append(_admit(run, pages))
+        batch.admits.append(_admit(run, pages, stops=self.rows.drafted.stops(run.request)))
         batch.add(run, row)
         return True
 
@@ -213,9 +213,11 @@ class Admission:
         return handle.key, request.packed(start, stop)
 
 
-def _admit(run: Run, pages: PageLists) -> Admit:
+def _admit(run: Run, pages: PageLists, *, stops: frozenset[int]) -> Admit:
     request, prompt_len, sampling = run.request, run.request.spec.prompt_len, run.request.spec.sampling
     has_penalties = sampling.has_penalties
+    if sampling.min_tokens:
+        sampling = replace(sampling, stop_token_ids=tuple(sorted(stops)))  # ranks know of no others
     return Admit(
         slot=run.slot,
         pages=pages,

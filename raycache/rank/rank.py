@@ -73,10 +73,11 @@ class Slot:
             counts.add(token)
         return counts
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether sampling is greedy without bias or penalties."""
-        return self.sampling.is_greedy and not self.sampling.logit_bias and self.counts is None
+    def is_plain(self, position: int) -> bool:
+        """Whether sampling is greedy without bias, penalties or min_tokens, from an output position on (-1: none)."""
+        sampling = self.sampling
+        is_free = position < 0 or position >= sampling.min_tokens
+        return is_free and sampling.is_greedy and not sampling.logit_bias and self.counts is None
 
 
 @dataclass
@@ -203,7 +204,10 @@ class Rank:
 
     def _is_greedy(self, plan: StepPlan) -> bool:
         """Whether the likeliest token is sampled at every emitted position."""
-        return all(not row.targets and not row.is_masked and self._slots[row.slot].is_plain for row in plan.rows)
+        return all(
+            not row.targets and not row.is_masked and self._slots[row.slot].is_plain(row.output_position)
+            for row in plan.rows
+        )
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, *, takes_likeliest: bool) -> LaunchedLayers:
         graphs.prepare(plan, self._tables)

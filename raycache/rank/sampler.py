@@ -1,6 +1,6 @@
 """Samples the next token of each sequence from its logits.
 
-    mask -> logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> Gumbel-max
+    mask, min_tokens -> logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> Gumbel-max
 
 The order is that of Hugging Face transformers. A mask sets the logits of forbidden tokens to -inf, and no later step
 changes that. Gumbel-max sampling adds Gumbel noise to the logits and takes the argmax. The noise depends only on (seed,
@@ -93,9 +93,14 @@ class SampleRow:
     mask: bytes = b""
 
     @property
+    def forbidden_stops(self) -> tuple[int, ...]:
+        """Tokens that end the output, as long as it has fewer than min_tokens; see `_admit` in decider/admission.py."""
+        return self.sampling.stop_token_ids if self.position < self.sampling.min_tokens else ()
+
+    @property
     def is_plain(self) -> bool:
         """Whether the likeliest token is sampled, whatever came before."""
-        plain = self.sampling.is_greedy and not self.sampling.logit_bias
+        plain = self.sampling.is_greedy and not self.sampling.logit_bias and not self.forbidden_stops
         return plain and self.token_counts is None and not self.mask
 
 
@@ -185,15 +190,33 @@ def _masked(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Apply logit_bias and penalties, to a copy if any row has them."""
-    changed = [index for index, row in enumerate(rows) if row.sampling.logit_bias or row.sampling.has_penalties]
+    """Apply min_tokens, logit_bias and penalties, to a copy if any row has them."""
+    changed = [
+        index
+        for index, row in enumerate(rows)
+        if row.forbidden_stops or row.sampling.logit_bias or row.sampling.has_penalties
+    ]
     if not changed:
         return logits
     logits = logits.clone()
     for index in changed:
+        _forbid_stops(logits[index], rows[index])
         _add_bias(logits[index], rows[index].sampling)
         _penalise(logits[index], rows[index])
     return logits
+
+
+def _forbid_stops(logits: Tensor, row: SampleRow) -> None:
+    """Make the logits of stop tokens -inf in one row, [V], in place, unless its mask allows nothing else."""
+    forbidden = [token for token in row.forbidden_stops if token < len(logits)]
+    if not forbidden:
+        return
+    if row.mask:
+        allowed = np.unpackbits(np.frombuffer(row.mask, np.uint8), count=len(logits), bitorder="little")
+        allowed[forbidden] = 0
+        if not allowed.any():
+            return
+    logits[_on_device(forbidden, torch.int64, logits.device)] = -torch.inf
 
 
 def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:

@@ -54,6 +54,7 @@ _SAMPLERS = {
     "min_p": SamplingParams(min_p=0.1),
     "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     "logit_bias": SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
+    "min_tokens": SamplingParams(temperature=0.0, min_tokens=2**31 - 1, stop_token_ids=(0,)),
 }
 _FEW, _SOME, _MANY = 24, 160, 320
 """Tokens of chunks on either side of all lengths at which backends change kernels."""

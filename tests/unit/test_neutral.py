@@ -35,7 +35,7 @@ def test_any_other_value_is_refused_by_name(kind: type[GenerationBody], body: di
         assert "did you mean" not in str(error.value)
 
 
-@pytest.mark.parametrize("fields", [{"min_tokens": False}, {"use_beam_search": 0}, {"length_penalty": True}])
+@pytest.mark.parametrize("fields", [{"typical_p": True}, {"use_beam_search": 0}, {"length_penalty": True}])
 def test_a_number_is_no_truth_value(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="not supported"):
         parse_body(CompletionBody, {**_COMPLETION, **fields})
