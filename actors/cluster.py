@@ -7,10 +7,11 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -68,19 +69,20 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
         options.update(_system_config=_SETTINGS)
     before = _descendants()
     try:
-        context = ray.init(
-            **options,
-            namespace="raycache",
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            job_config=JobConfig(_py_driver_sys_path=_code_paths()),
-            runtime_env={"env_vars": dict(variables)} if variables and not is_local else None,
-        )
+        with _sigterm_blocked() if is_local else contextlib.nullcontext():
+            context = ray.init(
+                **options,
+                namespace="raycache",
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                job_config=JobConfig(_py_driver_sys_path=_code_paths()),
+                runtime_env={"env_vars": dict(variables)} if variables and not is_local else None,
+            )
     except Exception as cause:  # of no other class when Ray's processes take longer than the 30 s that it gives them
         _end(_descendants() - before)
         disconnect(temp_dir)
         raise ConfigError(_explain(config.address, f"{type(cause).__name__}: {cause}")) from cause
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter from Ray's handler of SIGTERM
         _end(_descendants() - before)
         disconnect(temp_dir)
         raise
@@ -89,6 +91,21 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
         _require_token(str(address["gcs_address"]), config)
     url = address.get("webui_url") or ""
     return Cluster(address=str(address["gcs_address"]), dashboard_url=f"http://{url}" if url else "", temp_dir=temp_dir)
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Block SIGTERM in processes started meanwhile, and in theirs.
+
+    systemd and `timeout` send it to Ray's processes and actors too, but this process stops them: without the cluster's
+    head that would fail after a minute, and without the actors nothing could be flushed. Ray kills what does not end
+    within a second.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _descendants() -> set[psutil.Process]:

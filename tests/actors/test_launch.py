@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from pathlib import Path
@@ -25,6 +26,24 @@ def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Pa
         assert len(children) > 3, "ranks, engine and Ray run below it"
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == 0
+        assert is_gone(children, within_s=30)
+        assert traces(scratch, children) == set()
+    finally:
+        process.kill()
+
+
+def test_sigterm_to_all_processes_at_once_is_as_clean_as_to_one(model: Path, scratch: Path) -> None:
+    process = start(model, scratch, "--num-pages", "32", "--host-memory", "64MiB", "--no-dashboard")
+    try:
+        endpoint_of(process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        for child in children:  # first, as if they were the first to get it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        process.terminate()
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, output
+        assert output.splitlines()[-1] == "stopping", "no error or warning"
         assert is_gone(children, within_s=30)
         assert traces(scratch, children) == set()
     finally:
