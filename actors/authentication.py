@@ -1,4 +1,4 @@
-"""Checks that the Ray cluster does not accept connections without a token.
+"""Ray's token: that clusters require one, and that its file is private.
 
 Anyone who can reach the ports of a Ray cluster can run code on all its nodes, unless it requires a token. So a cluster
 that other machines can reach must require one, or the operator must accept the risk explicitly.
@@ -6,9 +6,15 @@ that other machines can reach must require one, or the operator must accept the 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
+import secrets
+import tempfile
+from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # its stub lacks it
 
 from raycache.errors import ConfigError
 
@@ -43,6 +49,29 @@ def require_token(address: str, *, is_insecure_allowed: bool) -> None:
             raise ConfigError(
                 f"the Ray cluster at {address} does not say whether it requires a token ({other}); {_REMEDY}"
             )
+
+
+def keep_token_private() -> None:
+    """Make the token's file readable by its owner only, creating it where Ray would, which lets everyone read it.
+
+    A file that cannot be created or changed is left to Ray.
+    """
+    folder = Path.home() / ".ray"
+    path = folder / "auth_token"
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(0o600)
+    loader = AuthenticationTokenLoader.instance()
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".auth_token-") as file:  # of mode 0600
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.link(file.name, path)  # unless another process was faster
+    loader.reset_cache()
 
 
 def _answer_to_stranger(address: str) -> grpc.StatusCode:

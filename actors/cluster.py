@@ -21,7 +21,7 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
-from actors.authentication import require_token
+from actors.authentication import keep_token_private, require_token
 from raycache.config import Config
 from raycache.errors import ConfigError
 
@@ -65,6 +65,7 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
     temp_dir = _temp_dir() if is_local else None
     options: dict[str, Any] = {"address": config.address}
     if temp_dir is not None:
+        keep_token_private()
         options.update(include_dashboard=config.dashboard, dashboard_host="127.0.0.1", _temp_dir=str(temp_dir))
         options.update(_system_config=_SETTINGS)
     before = _descendants()
