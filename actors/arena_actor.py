@@ -20,7 +20,7 @@ class ArenaActor(HostService):
     """A `HostService` as an actor. Calls that must not queue behind others use a concurrency group (arena.py)."""
 
     def __init__(self, directory: Path, config: Config, replica: str) -> None:
-        logs.set_up(config.log_format, replica=replica)
+        logs.set_up_actor(config.log_format, replica=replica)
         self._name = f"host tier of {config.model_name}, replica {replica}"
         self._scrubbing = threading.Lock()
         super().__init__(directory)

@@ -21,6 +21,7 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
+from actors.actor_logs import ActorWarnings
 from actors.authentication import keep_token_private, require_token
 from raycache.config import Config
 from raycache.errors import ConfigError
@@ -75,7 +76,7 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
                 **options,
                 namespace="raycache",
                 logging_level=logging.ERROR,
-                log_to_driver=False,
+                log_to_driver=True,
                 job_config=JobConfig(_py_driver_sys_path=_code_paths()),
                 runtime_env={"env_vars": dict(variables)} if variables and not is_local else None,
             )
@@ -87,6 +88,7 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
         _end(_descendants() - before)
         disconnect(temp_dir)
         raise
+    ActorWarnings(config.log_format).show()
     address: dict[str, Any] = context.address_info  # type: ignore[attr-defined]  # a base class lacks it
     if not is_local:
         _require_token(str(address["gcs_address"]), config)

@@ -63,7 +63,7 @@ class EngineActor:
     def __init__(
         self, config: Config, device: str, placement: Placement, *, arenas: Arenas, epoch: int, replica: str
     ) -> None:
-        log_fields = logs.set_up(config.log_format, replica=replica, epoch=epoch)
+        log_fields = logs.set_up_actor(config.log_format, replica=replica, epoch=epoch)
         self._name = f"engine of {config.model_name}, replica {replica}"
         self._gangs = Gangs(
             config, placement=placement, arenas=arenas, epoch=epoch, replica=replica, log_fields=log_fields

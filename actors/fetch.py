@@ -51,7 +51,7 @@ class FetchActor:
     """
 
     def __init__(self, config: Config) -> None:
-        logs.set_up(config.log_format)
+        logs.set_up_actor(config.log_format)
         self._config = config
         self._bytes = (0, 0)
         self._is_stopping = False

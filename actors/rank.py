@@ -70,7 +70,7 @@ class RankActor:
     """
 
     def __init__(self, config: Config, rank: int, *, epoch: int, replica: str, gpus: Gpus | None = None) -> None:
-        logs.set_up(config.log_format, rank=rank, epoch=epoch, replica=replica)
+        logs.set_up_actor(config.log_format, rank=rank, epoch=epoch, replica=replica)
         self._config = config
         self._of = f"replica {replica}, epoch {epoch}"
         self._number = rank

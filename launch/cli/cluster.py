@@ -135,7 +135,7 @@ async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:
                     certificate=config.tls_cert,
                 )
             )
-            print(_summary(service.info, endpoint=endpoint, dashboard=cluster.dashboard_url, config=config), flush=True)
+            print(_summary(service.info, endpoint=endpoint, cluster=cluster, config=config), flush=True)
 
         try:
             await service.run(stop=stop, on_started=on_started)
@@ -143,7 +143,8 @@ async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:
             print("stopping", file=sys.stderr, flush=True)
 
 
-def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config) -> str:
+def _summary(info: EngineInfo, *, endpoint: str, cluster: Cluster, config: Config) -> str:
+    dashboard = cluster.dashboard_url
     rows = [
         [
             *([row["replica"]] if config.replicas > 1 else []),
@@ -169,6 +170,7 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
             *([f"exchanges  {', '.join(transports)}"] if transports else []),
             f"endpoint   {endpoint}/v1",
             f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",
+            *([f"logs       {cluster.temp_dir}/session_latest/logs, until it stops"] if cluster.temp_dir else []),
             "Press Ctrl-C to stop.",
         ]
     )

@@ -50,6 +50,19 @@ def set_up(log_format: str, **fields: object) -> dict[str, object]:
     return fields
 
 
+def set_up_actor(log_format: str, **fields: object) -> dict[str, object]:
+    """Set the log format of an actor: JSON, so that the launching process finds its warnings, which it shows.
+
+    Args:
+        log_format: "json"; "text": only warnings and errors.
+        fields: as for `set_up`.
+    """
+    set_up("json", **fields)
+    if log_format != "json":
+        logging.getLogger().setLevel(logging.WARNING)
+    return fields
+
+
 class JsonLines(logging.Formatter):
     """Formats a record as one line of JSON.
 

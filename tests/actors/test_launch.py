@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -48,6 +50,33 @@ def test_sigterm_to_all_processes_at_once_is_as_clean_as_to_one(model: Path, scr
         assert traces(scratch, children) == set()
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_warning_of_an_actor_is_shown_once(model: Path, scratch: Path, log_format: str) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # without listening, so that connections are refused
+        url = f"redis://127.0.0.1:{nobody.getsockname()[1]}/0"
+        flags = ("--num-pages", "32", "--host-memory", "64MiB", "--no-dashboard", "--log-format", log_format)
+        process = start(model, scratch, *flags, "--storage", url)
+        try:
+            assert process.stdout is not None
+            lines = list(iter(process.stdout.readline, "Press Ctrl-C to stop.\n"))
+            while not any(url in line and "cannot be reached" in line for line in lines):
+                lines.append(process.stdout.readline())
+                assert lines[-1], lines
+            process.terminate()
+            output, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    lines += output.splitlines(keepends=True)
+    (told,) = [line for line in lines if "cannot be reached" in line]
+    if log_format == "json":
+        found = json.loads(told)
+        assert (found["level"], found["replica"]) == ("warning", "0")
+        told = found["message"]
+    assert told.startswith(f"storage {url} cannot be reached")
+    assert any(line.startswith(f"logs       {scratch}") for line in lines)
 
 
 def test_each_phase_of_a_start_is_shown_once(model: Path, scratch: Path) -> None:
@@ -103,8 +132,6 @@ def test_a_mistake_that_is_found_while_ray_starts_leaves_nothing(model: Path, sc
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(model: Path, scratch: Path) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

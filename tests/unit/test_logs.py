@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import pytest
 from huggingface_hub.utils import logging as hub_logging
 
+from actors.actor_logs import ActorWarnings
 from launch.observe.requests import observe
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -72,6 +73,23 @@ def test_text_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[str]) -> 
     logs.set_up("text", rank=3)
     assert logging.getLogger().handlers == handlers
     assert capsys.readouterr().err == ""
+
+
+def test_actors_log_warnings_that_the_launching_process_shows_once(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up_actor("text", rank=3)
+    _LOG.info("nothing")
+    _LOG.warning("slow\nand late")
+    logs.set_up_actor("json", rank=3)
+    _LOG.info("nothing")
+    _LOG.error("lost")
+    written = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["level"] for line in written] == ["warning", "info", "error"]
+    chatter = ["bringing up nodes...", '{"time": ', '{"level": "error"}']
+    for log_format, shown in (("text", "slow\nand late\nlost\n"), ("json", f"{written[0]}\n{written[2]}\n")):
+        warnings_of = ActorWarnings(log_format)
+        for pid in (1, 2):  # two ranks say the same
+            warnings_of.take({"ip": "10.0.0.7", "pid": pid, "lines": [*chatter, *written]})
+        assert capsys.readouterr().err == shown
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
