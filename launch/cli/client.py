@@ -22,6 +22,11 @@ class ResponseError(RayCacheError):
     """A server did not respond, or returned an error."""
 
 
+def base_url(endpoint: str) -> str:
+    """Strip the trailing /v1 of the endpoint that `raycache launch` prints for OpenAI clients."""
+    return endpoint.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def ask(
     endpoint: str,
     *,
@@ -34,7 +39,7 @@ def ask(
     """GET a path, or POST a JSON body to it.
 
     Args:
-        endpoint: such as "http://127.0.0.1:8000".
+        endpoint: such as "http://127.0.0.1:8000", with or without /v1.
         path: such as "/status".
         key: API key; empty: none.
         timeout_s: for the response.
@@ -51,7 +56,7 @@ def ask(
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{endpoint!r} is not a valid endpoint; write it as http://HOST:PORT")
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(endpoint.rstrip("/") + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(base_url(endpoint) + path, data, {"Content-Type": "application/json"})
     if key:
         request.add_unredirected_header("Authorization", f"Bearer {key}")
     # A proxy from the environment cannot reach this machine's loopback.

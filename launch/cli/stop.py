@@ -55,13 +55,19 @@ def _chosen(running: Sequence[Service], name: str, *, takes_all: bool) -> Sequen
     """Select the service with a name; without a name, the only one, or all."""
     if name and takes_all:
         raise ConfigError(f"name a service or use --all, not both; got {name} and --all")
-    named = [one for one in running if name in ("", str(one.port), str(one.pid), one.model, one.endpoint)]
+    named = [one for one in running if name in ("", str(one.port), str(one.pid), one.model) or _is_at(one, name)]
     if not named and running:
         raise ConfigError(f"no service {name!r} on this machine; services:\n{_table(running)}")
     if len(named) > 1 and not takes_all:
         which = f"are named {name!r}" if name else "run on this machine"
         raise ConfigError(f"{len(named)} services {which}; name one by its port or pid, or use --all:\n{_table(named)}")
     return named
+
+
+def _is_at(service: Service, name: str) -> bool:
+    from launch.cli.client import base_url
+
+    return base_url(name) == service.endpoint
 
 
 def _table(services: Sequence[Service]) -> str:

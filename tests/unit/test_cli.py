@@ -340,6 +340,15 @@ def test_status_shows_the_figures_of_a_running_service(
     assert report["figures"] == FIGURES and report["service"]["pid"] == os.getpid()
 
 
+@pytest.mark.parametrize("suffix", ["/v1", "/v1/", "/"])
+def test_the_endpoint_that_launch_prints_is_accepted(
+    suffix: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYCACHE_API_KEY", "secret")
+    assert main(["status", "--endpoint", endpoint + suffix]) == 0
+    assert "tiny" in capsys.readouterr().out
+
+
 def test_status_tells_tiers_and_warnings(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,7 +414,9 @@ def start() -> Iterator[Callable[..., psutil.Process]]:
         started.wait()
 
 
-@pytest.mark.parametrize("name", ["", "8123", "tiny", "http://127.0.0.1:8123"])
+@pytest.mark.parametrize(
+    "name", ["", "8123", "tiny", "http://127.0.0.1:8123", "http://127.0.0.1:8123/v1", "http://127.0.0.1:8123/v1/"]
+)
 def test_stop_interrupts_the_only_service_and_the_one_that_is_named(
     name: str, start: Callable[..., psutil.Process], capsys: pytest.CaptureFixture[str]
 ) -> None:
