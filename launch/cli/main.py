@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"raycache: error: the Python module {error.name} is missing; it comes with RayCache's dependencies, "
-            f"install RayCache again with {sys.executable} -m pip install",
+            f"install it again without --no-deps: {sys.executable} -m pip install raycache",
             file=sys.stderr,
         )
         return 2
