@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"raycache {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(command=lambda _: _no_command(parser))
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -121,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     add_cachecheck_flags(add("cachecheck", _cachecheck, "test whether a server answers correctly from its cache"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
+    helped = add("help", _help, "show this help, or that of a command")
+    helped.add_argument("words", metavar="COMMAND", nargs="*", help="such as launch, or cache attach")
     add("version", _version, "print the versions of RayCache, Ray, torch and Python")
     return parser
 
@@ -257,6 +260,15 @@ def _stop(options: argparse.Namespace) -> int:
     from launch.cli.stop import run
 
     return run(options)
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _help(options: argparse.Namespace) -> int:
+    return main([*options.words, "--help"])
 
 
 def _version(options: argparse.Namespace) -> int:

@@ -159,13 +159,21 @@ def test_version_names_the_packages_that_matter(capsys: pytest.CaptureFixture[st
     assert said["raycache"] == __version__ and {"ray", "torch", "python"} <= said.keys()
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["serve"], ["launch", "m", "--tp", "two"], ["launch", "m", "--device", "tpu"]]
-)
+@pytest.mark.parametrize("arguments", [["serve"], ["launch", "m", "--tp", "two"], ["launch", "m", "--device", "tpu"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2 and "usage: raycache" in capsys.readouterr().err
+
+
+def test_no_command_and_help_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "usage: raycache" in said.err and "serve a model until Ctrl-C" in said.err
+    for words in ([], ["cache", "attach"]):
+        with pytest.raises(SystemExit) as end:
+            main(["help", *words])
+        assert not end.value.code and capsys.readouterr().out.startswith(" ".join(["usage: raycache", *words]))
 
 
 @pytest.mark.parametrize(
