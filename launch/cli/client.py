@@ -70,7 +70,7 @@ def ask(
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
             found = json.loads(response.read(_MAX_BYTES))
     except urllib.error.HTTPError as cause:
-        raise ResponseError(_refusal(cause)) from cause
+        raise ResponseError(_refusal(cause, has_key=bool(key))) from cause
     except (OSError, ValueError) as cause:  # URLError and TimeoutError are OSErrors
         reason = cause.reason if isinstance(cause, urllib.error.URLError) else cause
         hint = "; set RAYCACHE_CA_FILE to its CA" if isinstance(reason, ssl.SSLCertVerificationError) else ""
@@ -80,9 +80,11 @@ def ask(
     return found
 
 
-def _refusal(response: urllib.error.HTTPError) -> str:
+def _refusal(response: urllib.error.HTTPError, *, has_key: bool) -> str:
     """The HTTP status, with the error message of a RayCache server."""
-    hint = "; set RAYCACHE_API_KEY to its key" if response.code == 401 else ""
+    hint = ""
+    if response.code == 401:
+        hint = "; the API key is wrong" if has_key else "; pass its key with --api-key or set RAYCACHE_API_KEY to it"
     try:
         message = json.loads(response.read(_MAX_BYTES))["error"]["message"]
     except (OSError, ValueError, TypeError, LookupError):

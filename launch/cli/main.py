@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_status_flags(add("status", _status, "show the services running on this machine"))
     top = add("top", _top, "watch a running service in the terminal")
     top.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
+    top.add_argument("--api-key", metavar="KEY", default="", help="API key of the server (or set RAYCACHE_API_KEY)")
     for flag, default, text in (
         ("--interval-s", 2.0, "time between updates"),
         ("--timeout-s", 5.0, "time limit for a response"),
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_status_flags(status: argparse.ArgumentParser) -> None:
     status.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
+    status.add_argument("--api-key", metavar="KEY", default="", help="API key of the server (or set RAYCACHE_API_KEY)")
     status.add_argument("--json", action="store_true", help="print all statistics as JSON")
     status.add_argument(
         "--timeout-s",
@@ -197,10 +199,11 @@ def _status(options: argparse.Namespace) -> int:
     from launch.cli import status
     from launch.service import running
 
-    if options.endpoint:
-        asked = [status.ask(options.endpoint, service=None, timeout_s=options.timeout_s)]
-    else:
-        asked = [status.ask(one.endpoint, service=one, timeout_s=options.timeout_s) for one in running()]
+    chosen = [(options.endpoint, None)] if options.endpoint else [(one.endpoint, one) for one in running()]
+    asked = [
+        status.ask(endpoint, service=service, timeout_s=options.timeout_s, key=options.api_key)
+        for endpoint, service in chosen
+    ]
     if options.json:
         print(status.as_json(asked))
     elif asked:
@@ -213,7 +216,13 @@ def _status(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from launch.cli.top import run
 
-    return run(options.endpoint, interval_s=options.interval_s, timeout_s=options.timeout_s, is_once=options.once)
+    return run(
+        options.endpoint,
+        key=options.api_key,
+        interval_s=options.interval_s,
+        timeout_s=options.timeout_s,
+        is_once=options.once,
+    )
 
 
 def _dashboards(options: argparse.Namespace) -> int:

@@ -29,15 +29,19 @@ class Report:
     error: str = ""
 
 
-def ask(endpoint: str, *, service: Service | None, timeout_s: float) -> Report:
+def ask(endpoint: str, *, service: Service | None, timeout_s: float, key: str = "") -> Report:
     """GET /status; without a response, the report holds the error.
 
+    Args:
+        key: API key; empty: that of RAYCACHE_API_KEY.
     Raises:
         ConfigError: the endpoint is not an HTTP URL.
     """
     try:
         certificate = service.certificate if service else ""
-        figures = client.ask(endpoint, path="/status", key=api_key(), timeout_s=timeout_s, certificate=certificate)
+        figures = client.ask(
+            endpoint, path="/status", key=key or api_key(), timeout_s=timeout_s, certificate=certificate
+        )
     except client.ResponseError as cause:
         return Report(endpoint, service, error=str(cause))
     return Report(endpoint, service, figures=figures)

@@ -24,11 +24,12 @@ from launch.service import Service
 _QUIT = ("q", "Q", "\x03", "\x04")
 
 
-def run(endpoint: str | None, *, interval_s: float, timeout_s: float, is_once: bool) -> int:
+def run(endpoint: str | None, *, key: str, interval_s: float, timeout_s: float, is_once: bool) -> int:
     """Show a service until q or Ctrl-C; returns the exit status, 1 if it did not respond.
 
     Args:
         endpoint: None: the service running on this machine.
+        key: API key; empty: that of RAYCACHE_API_KEY.
         interval_s: between updates.
         timeout_s: for a response.
         is_once: print a single frame, after two queries.
@@ -36,7 +37,7 @@ def run(endpoint: str | None, *, interval_s: float, timeout_s: float, is_once: b
         ConfigError: no or several services run on this machine.
     """
     service = None if endpoint else only_service()
-    top = _Top(endpoint or (service.endpoint if service else ""), service=service, timeout_s=timeout_s)
+    top = _Top(endpoint or (service.endpoint if service else ""), service=service, timeout_s=timeout_s, key=key)
     console = Console()
     if is_once or not console.is_terminal:
         top.update()
@@ -56,14 +57,15 @@ def run(endpoint: str | None, *, interval_s: float, timeout_s: float, is_once: b
 class _Top:
     """The last two snapshots of a service."""
 
-    def __init__(self, endpoint: str, *, service: Service | None, timeout_s: float) -> None:
+    def __init__(self, endpoint: str, *, service: Service | None, timeout_s: float, key: str) -> None:
         self._endpoint, self._service, self._timeout_s = endpoint, service, timeout_s
+        self._key = key
         self._snapshots: list[tuple[float, Figures]] = []
         self.error = ""
 
     def update(self) -> None:
         """Query the service; without a response, the last snapshot is kept."""
-        report: Report = status.ask(self._endpoint, service=self._service, timeout_s=self._timeout_s)
+        report: Report = status.ask(self._endpoint, service=self._service, timeout_s=self._timeout_s, key=self._key)
         self.error = report.error
         if not report.error:
             self._snapshots = [*self._snapshots[-1:], (time.monotonic(), report.figures)]

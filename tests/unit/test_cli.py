@@ -376,6 +376,18 @@ def test_status_of_a_remote_endpoint_without_its_key_says_which_variable_to_set(
     assert "set RAYCACHE_API_KEY" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["status"], ["top", "--once", "--interval-s", "0.1"]])
+def test_a_key_is_a_flag_and_a_wrong_one_is_called_wrong(
+    command: list[str], endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FIGURES, "ranks", [])
+    assert main([*command, "--endpoint", endpoint, "--api-key", "secret"]) == 0
+    assert "tiny" in capsys.readouterr().out
+    assert main([*command, "--endpoint", endpoint, "--api-key", "guess"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the API key is wrong" in said and "RAYCACHE_API_KEY" not in said
+
+
 def test_a_service_that_does_not_answer_is_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with service.register("http://127.0.0.1:9", model="tiny", ray_address="local", dashboard=""):
         assert main(["status"]) == 1
