@@ -16,6 +16,26 @@ from raycache.spelling import did_you_mean
 
 _EPILOG = "These are the most common settings; --help-all shows all."
 _YAML = "All settings can also be given in the YAML file, with _ instead of -, such as `kv_memory: 4GiB`."
+_OF_OTHERS = {
+    "--tensor-parallel-size": "use --tp",
+    "--tensor-parallel": "use --tp",
+    "--pipeline-parallel-size": "use --pp",
+    "--max-model-length": "use --max-model-len",
+    "--context-length": "use --max-model-len",
+    "--gpu-memory-utilization": "use --kv-memory, a size such as 4GiB",
+    "--mem-fraction-static": "use --kv-memory, a size such as 4GiB",
+    "--max-num-seqs": "use --max-running",
+    "--max-num-batched-tokens": "use --max-step-tokens",
+    "--chunked-prefill-size": "use --max-step-tokens",
+    "--enable-prefix-caching": "not needed: --prefix-cache is the default",
+    "--kv-cache-dtype": "use --kv-dtype",
+    "--speculative-config": "use --draft",
+    "--speculative-model": "use --draft",
+    "--speculative-algorithm": "use --draft",
+    "--speculative-draft-model-path": "use --draft",
+    "--speculative-num-draft-tokens": "use --draft-tokens",
+}
+"""Flags of vLLM and SGLang, and what to use instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +55,8 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         hint = did_you_mean(word, self._option_string_actions) if word.startswith("-") else ""
+        if word.startswith("-") and "--help-all" in self._option_string_actions:
+            hint = f"; {_OF_OTHERS[word]}" if word in _OF_OTHERS else hint or "; --help-all shows all flags"
         self.error(f"unknown {'flag' if word.startswith('-') else 'argument'} {word!r}{hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
