@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from raycache.types import EngineInfo
 if TYPE_CHECKING:
     from launch.cli.builtin import Checked
 
+_log = logging.getLogger(__name__)
 _CHECK_END_S = 10.0
 """For the model's check to end when the start has failed."""
 _TOKEN_HINT = " (`ray get-auth-token` prints its token, if it requires one)"
@@ -69,7 +71,7 @@ def run(config: Config) -> int:
         interrupt = cleanup.enter_context(signals.unwinding())
         seen = cleanup.enter_context(observe(config))
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
-        progress = cleanup.enter_context(_Progress(interrupt))
+        progress = cleanup.enter_context(_Progress(interrupt, log_format=config.log_format))
         progress.show("checking the model", 0.0)
         checking = Beside(partial(_checked, config, progress))
         cleanup.callback(checking.end, _CHECK_END_S)
@@ -140,7 +142,15 @@ async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:
         try:
             await service.run(stop=stop, on_started=on_started)
         finally:
-            print("stopping", file=sys.stderr, flush=True)
+            _say("stopping", log_format=config.log_format)
+
+
+def _say(text: str, *, log_format: str) -> None:
+    """Write a line to stderr, or a log record in JSON."""
+    if log_format == "json":
+        _log.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _summary(info: EngineInfo, *, endpoint: str, cluster: Cluster, config: Config) -> str:
@@ -179,11 +189,12 @@ def _summary(info: EngineInfo, *, endpoint: str, cluster: Cluster, config: Confi
 class _Progress:
     """Shows the progress of the start: one updated line on a terminal, otherwise a line per phase."""
 
-    def __init__(self, interrupt: signals.Interrupt) -> None:
+    def __init__(self, interrupt: signals.Interrupt, *, log_format: str) -> None:
         self._interrupt = interrupt
         self._topic = ""
         self._width = 0
-        self._is_terminal = sys.stderr.isatty()
+        self._log_format = log_format
+        self._is_terminal = log_format != "json" and sys.stderr.isatty()
 
     def __enter__(self) -> _Progress:
         return self
@@ -204,7 +215,7 @@ class _Progress:
             print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
             self._width = len(line)
         elif (topic := phase.partition(":")[0]) != self._topic:
-            print(topic, file=sys.stderr, flush=True)
+            _say(topic, log_format=self._log_format)
             self._topic = topic
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ import pytest
 from huggingface_hub.utils import logging as hub_logging
 
 from actors.actor_logs import ActorWarnings
+from launch.cli.cluster import _Progress, _say
+from launch.cli.signals import Interrupt
 from launch.observe.requests import observe
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -66,6 +68,16 @@ def test_what_huggingface_hub_says_is_json_too_and_no_line_per_request(capsys: p
     assert [(line["logger"], line["message"]) for line in lines(capsys)] == [
         ("huggingface_hub.file_download", "trying to resume")
     ]
+
+
+def test_the_progress_of_a_start_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("json")
+    with _Progress(Interrupt(), log_format="json") as progress:
+        progress.show("starting Ray", 0.0)
+        progress.show("loading weights: 1 of 2", 0.5)
+        progress.show("loading weights: 2 of 2", 1.0)
+    _say("stopping", log_format="json")
+    assert [line["message"] for line in lines(capsys)] == ["starting Ray", "loading weights", "stopping"]
 
 
 def test_text_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
