@@ -18,7 +18,7 @@ from launch.environment import keep_ray_on_loopback
 from launch.flags import Parser, add_config_flags, seconds, settings
 from raycache import __version__
 from raycache.config import Config
-from raycache.errors import RayCacheError
+from raycache.errors import ConfigError, RayCacheError
 
 _EXAMPLES = """\
 examples:
@@ -161,11 +161,20 @@ def _launch(options: argparse.Namespace) -> int:
     job.check_client()
     if job.is_remote(config.address):
         return job.run(values)
+    _check_directory(config.model)
     if config.address == "local":
         keep_ray_on_loopback()
     from launch.cli.cluster import run
 
     return run(config)
+
+
+def _check_directory(model: str) -> None:
+    """Refuse a missing directory before the imports of a launch, which take seconds."""
+    from raycache.checkpoint.hub_id import hub_id
+
+    if hub_id(model) is None and not Path(model).is_dir():
+        raise ConfigError(f"{model} is not a directory; download the model and give its directory")
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -198,6 +198,15 @@ def test_what_cannot_work_is_one_line_and_exit_2(
     assert error.startswith("raycache: error: ") and said in error and error.count("\n") == 1
 
 
+def test_a_missing_directory_is_refused_before_ray_and_torch_are_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from launch.cli.main import main; code = main(['launch', './nowhere']); "
+        "print(*sys.modules.keys() & {'ray', 'torch', 'uvloop'}); sys.exit(code)"
+    )
+    done = python("-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "./nowhere is not a directory" in done.stderr and done.stdout == "\n"
+
+
 def test_a_foreign_package_that_shadows_ours_is_named(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "__init__.py").write_text("raise SystemExit('foreign code ran')")
