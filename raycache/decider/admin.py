@@ -55,16 +55,20 @@ def _storage(cache: SequenceCache) -> StorageTier:
 
 
 def _clear(command: CacheCommand, cache: SequenceCache) -> dict[str, Any]:
+    tiers = command.tiers or TIERS
+    is_there = {"device": True, "host": cache.host.is_present, "storage": cache.storage.is_attached}
+    if not any(is_there[tier] for tier in tiers):
+        raise ConfigError(f"there is no {' or '.join(tiers)} tier to clear")
     before = cache.counts()["pages_cached"]
     cleared: dict[str, Any] = {}
-    if "device" in (command.tiers or TIERS):
+    if "device" in tiers:
         cache.clear()
         cleared["device"] = before - cache.counts()["pages_cached"]
-    if "host" in (command.tiers or TIERS) and cache.host.is_present:
+    if "host" in tiers and cache.host.is_present:
         cached = cache.host.counts()["pages_cached"]
         cache.host.clear()
         cleared["host"] = cached - cache.host.counts()["pages_cached"]
-    if "storage" in (command.tiers or TIERS):
+    if "storage" in tiers:
         cache.storage.attach(is_attached=cache.storage.is_attached, is_emptied=True)  # its owner empties it next
     return {"cleared_pages": cleared}
 

@@ -145,6 +145,14 @@ def _warn(deployment: Deployment, sizes: Mapping[str, Mapping[str, int]]) -> Non
             budget,
             config.max_running,
         )
+    room = sizes["device"][FULL] * config.page_size
+    if room < deployment.max_model_len:
+        _log.warning(
+            "the cache has room for %d tokens, fewer than max_model_len=%d: longer requests are refused; raise "
+            "kv_memory or num_pages, or use more ranks",
+            room,
+            deployment.max_model_len,
+        )
     device, host = (sizes[tier][FULL] * config.page_size if tier in sizes else 0 for tier in ("device", "host"))
     if 0 < host <= device and config.write_policy == "write_through" and config.storage == "none":
         _log.warning(

@@ -102,3 +102,19 @@ def test_what_needs_a_tier_that_is_not_there_is_refused(model: str, tmp_path: Pa
         assert without.cache(CacheCommand(CacheAction.CLEAR))["cleared_pages"] == {"device": 0}
     with pytest.raises(EngineStoppedError):
         without.cache(CacheCommand(CacheAction.STATUS))
+
+
+@pytest.mark.parametrize("tiers", [("host",), ("storage",), ("host", "storage")])
+def test_only_tiers_that_are_there_can_be_cleared(model: str, tiers: tuple[str, ...]) -> None:
+    with LLM(model, device="cpu", num_pages=8) as llm:
+        with pytest.raises(ConfigError, match=f"there is no {' or '.join(tiers)} tier to clear"):
+            llm.cache(CacheCommand(CacheAction.CLEAR, tiers=tiers))
+        assert "cleared_pages" in llm.cache(CacheCommand(CacheAction.CLEAR, tiers=("device", *tiers)))
+
+
+def test_a_cache_smaller_than_the_longest_request_is_told(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    for num_pages, is_told in ((8, True), (32, False)):
+        caplog.clear()
+        with LLM(model, device="cpu", num_pages=num_pages, page_size=16, max_model_len=512):
+            pass
+        assert ("room for 128 tokens, fewer than max_model_len=512" in caplog.text) == is_told
