@@ -174,7 +174,7 @@ def _check_directory(model: str) -> None:
     from raycache.checkpoint.hub_id import hub_id
 
     if hub_id(model) is None and not Path(model).is_dir():
-        raise ConfigError(f"{model} is not a directory; download the model and give its directory")
+        raise ConfigError(f"model {model!r} is neither a directory nor a name on the Hub such as Qwen/Qwen3-8B")
 
 
 def _doctor(options: argparse.Namespace) -> int:

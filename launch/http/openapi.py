@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.http.streams import MAX_STREAMS
 from raycache import __version__
+from raycache.api.chat import ROLES
 from raycache.api.defaults import Defaults
 from raycache.api.messages_body import CountTokensBody, MessagesBody
 from raycache.api.neutral import NEUTRAL
@@ -362,7 +363,11 @@ def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
     token = {"type": "integer", "minimum": 0, "maximum": info.vocab_size - 1}
     text = {"type": "string", "minLength": 1}
     ids = {"type": "array", "items": token, "minItems": 1, "maxItems": info.max_model_len - 1}
-    message = {"type": "object", "properties": {"role": text, "content": _TEXT}, "required": ["role", "content"]}
+    message = {
+        "type": "object",
+        "properties": {"role": {"enum": [*ROLES]}, "content": _TEXT},
+        "required": ["role", "content"],
+    }
     logprobs = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
     return {
         "model": {"const": info.model},

@@ -37,7 +37,7 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     MemoryError,
 )
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ROLE_CHARS = 64  # of an unknown role, to find one like it
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _CUT_HERE = "\x02cut here\x03"  # stands for the end of the message that is continued; does not occur in text
@@ -129,11 +129,11 @@ class ChatTemplate:
 
     def _check_role(self, role: str, where: str) -> None:
         """Refuse a role that neither the OpenAI API has nor the template mentions: most templates show any."""
-        if role in _ROLES or any(f"'{role}'" in source or f'"{role}"' in source for source in self.sources.values()):
+        if role in ROLES or any(f"'{role}'" in source or f'"{role}"' in source for source in self.sources.values()):
             return
         role = role[:_ROLE_CHARS]
-        hint = did_you_mean(role, _ROLES)
-        raise RequestError(f"{where} must be one of {', '.join(_ROLES)}, got {role!r}{hint}", field=where)
+        hint = did_you_mean(role, ROLES)
+        raise RequestError(f"{where} must be one of {', '.join(ROLES)}, got {role!r}{hint}", field=where)
 
     def _choose(self, *, has_tools: bool) -> jinja2.Template:
         if has_tools and "tool_use" in self._templates:

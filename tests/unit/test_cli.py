@@ -204,7 +204,7 @@ def test_a_missing_directory_is_refused_before_ray_and_torch_are_imported(tmp_pa
         "print(*sys.modules.keys() & {'ray', 'torch', 'uvloop'}); sys.exit(code)"
     )
     done = python("-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2 and "./nowhere is not a directory" in done.stderr and done.stdout == "\n"
+    assert done.returncode == 2 and "'./nowhere' is neither a directory" in done.stderr and done.stdout == "\n"
 
 
 def test_a_foreign_package_that_shadows_ours_is_named(tmp_path: Path) -> None:
